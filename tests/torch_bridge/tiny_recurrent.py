@@ -114,11 +114,22 @@ _OPTIONS = {
 RECURRENT = tuple(_OPTIONS)
 
 
-def recurrent_model(family, seed=0):
+WIDE = {
+    "Mamba2": {},
+    "Bamba": {"hidden_size": 256, "mamba_d_head": 128},
+    "FalconH1": {"head_dim": 64},
+    "Qwen3Next": {"head_dim": 64},
+    "Lfm2": {"hidden_size": 256},
+}
+"""Options with which heads of attention are 64 wide, as kernels need them."""
+
+
+def recurrent_model(family, seed=0, **more):
     """Returns a model whose greedy tokens differ from one another."""
     torch.manual_seed(seed)
     names = {"Qwen3_5": "Qwen3_5TextConfig"}
-    config = getattr(transformers, names.get(family, f"{family}Config"))(**_OPTIONS[family])
+    options = {**_OPTIONS[family], **more}
+    config = getattr(transformers, names.get(family, f"{family}Config"))(**options)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 

@@ -36,6 +36,7 @@ class RowCache(Cache):
         self._cache_name = next(name for name in CACHE_NAMES if name in names)
         self._attends_pages = bool(parts.store.layout.paged_groups)
         self._empty: Sequence | None = None
+        self._states: LentStates | None = None
         super().__init__(layers=layers_of(parts.plans, self._sequences, self._running))
 
     @contextmanager
@@ -105,12 +106,16 @@ class RowCache(Cache):
 
     def replay(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Any:  # noqa: ANN401
         """Returns the output of the current decode step if it was replayed, else `None`; see `JaxkvCache.replay`."""
-        step = self._running.step
-        if step is None or not step.decodes or step.fixed is not None:
+        step, states = self._running.step, self._states
+        if step is None or states is None or step.fixed is not None:
             return None
         if step.thread != threading.get_ident():
             return None
-        return self._graphs.replay(forward, arguments, self._sequences, self._running)
+        out = None
+        if step.decodes:
+            out = self._graphs.replay(forward, arguments, self._sequences, self._running)
+        states.end_replay(replayed=out is not None)
+        return out
 
     def _set_rows(self, rows: Rows[tuple[int, int]]) -> None:
         self._sequences.rows = [Sequence(number, None, None, length) for number, length in rows]
@@ -141,7 +146,9 @@ class RowCache(Cache):
             states = LentStates(
                 self._sequences, lease, self.layers, has_previous=step.num_columns > 0
             )
-            self._running.step = step
+            if not self._graphs.can_replay:
+                states.lend()
+            self._running.step, self._states = step, states
             step.enter()
             try:
                 out = self._model(**arguments)
@@ -149,7 +156,7 @@ class RowCache(Cache):
                 states.drop()
                 raise
             finally:
-                self._running.step = None
+                self._running.step = self._states = None
                 step.leave()
             step.check_complete()
             states.take_back()

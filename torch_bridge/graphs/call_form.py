@@ -26,13 +26,20 @@ class CallForm:
     options: tuple[tuple[str, type, Any], ...]
 
 
-def form_of(arguments: Mapping[str, Any], rows: int, config: Any) -> CallForm | str:  # noqa: ANN401
+def form_of(
+    arguments: Mapping[str, Any],
+    rows: int,
+    config: Any,  # noqa: ANN401 - every family has a class of its own
+    *,
+    needs_positions: bool,
+) -> CallForm | str:
     """Returns the form of a decode step's call, or the reason why no graph can stand for it.
 
     Args:
         arguments: the forward's arguments by name.
         rows: number of rows of the step.
         config: the model's config, for outputs that the call leaves unset.
+        needs_positions: whether the model's forward takes positions.
     """
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if ids is None:
@@ -54,7 +61,7 @@ def form_of(arguments: Mapping[str, Any], rows: int, config: Any) -> CallForm | 
         asked = arguments.get(name)
         if getattr(config, name, False) if asked is None else asked:
             return f"the call has {name}"
-    if arguments.get("position_ids") is None:
+    if needs_positions and arguments.get("position_ids") is None:
         # Models compute them in ways of their own: from the mask, or with an offset that an image has left.
         return "the call has no position_ids, which generate() gives"
     cache_name = next(name for name in CACHE_NAMES if arguments.get(name) is not None)

@@ -1,5 +1,6 @@
 """`DecodeGraphs`: the recorded decode steps of one pool, by number of rows, shared by a cache and its forks."""
 
+import inspect
 import time
 import traceback
 import weakref
@@ -22,6 +23,7 @@ from torch_bridge.graphs.model_state import (
     why_not_now,
     why_unrecordable,
 )
+from torch_bridge.graphs.recorded_states import RecordedStates
 from torch_bridge.graphs.recorder import Pools, Recorded, Recorder
 from torch_bridge.transformers_cache.cache_layers import Running
 from torch_bridge.transformers_cache.fingerprint import turns_with_length
@@ -72,7 +74,7 @@ class DecodeGraphs:
         why_not: str | None = None,
     ) -> None:
         if recorder is not None:
-            why_not = _why_never(model, store)
+            why_not = _why_never(model)
             recorder = recorder if why_not is None else None
         self.why_not, self.why_again = why_not, None
         self.num_replays = self.num_recordings = 0
@@ -83,6 +85,9 @@ class DecodeGraphs:
         self._state: ModelState | None = None
         self._forward: Callable[..., Outputs] = model.forward
         self._is_new_text = True
+        # A state that a replay has advanced cannot be taken back, so the model is compared before each replay.
+        self._has_states = bool(store.layout.state_groups)
+        self._names_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._lease_number = -1
         self._pointers: list[int] = []
         self._latest: list[torch.cuda.Stream] = []
@@ -156,7 +161,7 @@ class DecodeGraphs:
             self.drop(CHANGED)
             self._forward = forward
         self._check_memory(step)
-        if self._is_new_text and self._state is not None:
+        if (self._is_new_text or self._has_states) and self._state is not None:
             self._still_holds()
         recording = self._recordings.get(key)
         if recording is None and key not in self._refused:
@@ -168,7 +173,7 @@ class DecodeGraphs:
             self.why_not = self._refused[key]
             return None
         outputs = self._run(recording, form, arguments, sequences, step)
-        if not self._still_holds():
+        if not self._has_states and not self._still_holds():
             # The forward now runs after the replay and writes the same slots again.
             self.why_not = self.why_again
             return None
@@ -178,12 +183,14 @@ class DecodeGraphs:
         return outputs
 
     def _form(self, arguments: Mapping[str, Any], step: Step) -> CallForm | str:
-        if not step.attends_pages:
+        if not step.attends_pages and self._store.layout.paged_groups:
             return 'attention gathers the pages; call model.set_attn_implementation("jaxkv")'
         if not step.decodes:
             return "a row of the step is padding"
+        if self._has_states and not step.num_columns:
+            return "the text has one token, from which recurrent layers begin"
         return why_not_now(self._model, self._store.device) or form_of(
-            arguments, step.num_rows, self._model.config
+            arguments, step.num_rows, self._model.config, needs_positions=self._names_positions
         )
 
     def _check_memory(self, step: Step) -> None:
@@ -299,10 +306,13 @@ class DecodeGraphs:
         assert self._recorder is not None
         self._pointers = _addresses(ordinary.lease)
         self._lease_number = store.leases_taken
-        inputs = DecodeInputs(store.layout.paged_groups, store.allocator, num_rows, store.device)
+        inputs = DecodeInputs(store.layout, store.allocator, num_rows, store.device)
         _fill(inputs, arguments, sequences)
+        inputs.withhold_states()
         forward, cache = self._forward, arguments[form.cache_name]
         options = {name: value for name, _, value in form.options} | {form.cache_name: cache}
+        if self._names_positions:
+            options["position_ids"] = inputs.positions
         made: list[Any] = []
 
         def function(pools: Pools) -> list[torch.Tensor]:
@@ -315,11 +325,15 @@ class DecodeGraphs:
                 attends_pages=True,
                 fixed=inputs.tables,
             )
+            groups, ids = store.layout.state_groups, inputs.tables.states
+            states = RecordedStates(groups, leased, ids, cache.layers)
             try:
                 with _as_current(running, step), torch.inference_mode(False), torch.no_grad():
-                    out = forward(input_ids=inputs.ids, position_ids=inputs.positions, **options)
+                    out = forward(input_ids=inputs.ids, **options)
+                    states.write_back()
                 step.check_complete()
             finally:
+                states.drop()
                 # Layers keep the step, which must not keep views of the pools.
                 leased.clear()
             leaves, spec = pytree.tree_flatten(out)
@@ -339,12 +353,10 @@ class DecodeGraphs:
         return _Recording(inputs, work, spec, marks, kept)
 
 
-def _why_never(model: PreTrainedModel, store: Store) -> str | None:
+def _why_never(model: PreTrainedModel) -> str | None:
     """Returns why no decode step of a model can be recorded, or `None`."""
     if turns_with_length(model):
         return "the model's rotary angles depend on the length of the text"
-    if store.layout.state_groups:
-        return "the model has recurrent layers"
     return None
 
 
@@ -375,7 +387,10 @@ def _wait(latest: list[torch.cuda.Stream]) -> None:
 
 
 def _fill(inputs: DecodeInputs, arguments: Mapping[str, Any], sequences: Sequences) -> None:
-    inputs.fill(sequences.rows, arguments["input_ids"], arguments["position_ids"])
+    # A model that takes no positions is given none.
+    ids = arguments["input_ids"]
+    positions = arguments.get("position_ids")
+    inputs.fill(sequences.rows, ids, ids if positions is None else positions)
 
 
 def _addresses(pools: Pools) -> list[int]:

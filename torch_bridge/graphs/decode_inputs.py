@@ -1,8 +1,8 @@
 """`DecodeInputs`: the tensors at fixed addresses from which a recorded decode step reads everything that changes.
 
-A step copies token ids and positions on the device, and uploads a few integers per row: its length, and the page,
-table column and slot of its new token. Whole page tables are uploaded only when the rows are others than in the step
-before.
+A step copies token ids and positions on the device, and uploads a few integers per row: its length, the page, table
+column and slot of its new token, and the states that it reads and writes. Whole page tables are uploaded only when the
+rows are others than in the step before.
 """
 
 from collections.abc import Sequence as Rows
@@ -11,40 +11,43 @@ import numpy as np
 import torch
 
 from jaxkv.cache.page_allocator import PageAllocator
-from jaxkv.cache.spec import Group
+from jaxkv.cache.spec import CacheLayout
 from torch_bridge.transformers_cache.sequences import Sequence
-from torch_bridge.transformers_cache.tables import FixedGroup, FixedTables
+from torch_bridge.transformers_cache.tables import FixedGroup, FixedStates, FixedTables
 
 _ALIGNMENT = 16
 """Integers between two lines of the packed array, so that each line is aligned for kernels and for XLA."""
-_PER_GROUP = 3
+_PER_GROUP, _PER_STATES = 3, 2
+"""Lines of a paged group: slots, columns and pages; and of a group of states: what is read and what is written."""
 
 
 class DecodeInputs:
     """Inputs of decode steps of up to `rows` rows.
 
-    Rows from the number of real ones on are padding: they have length 0 and a slot past the last page.
+    Rows from the number of real ones on are padding: they have length 0, a slot past the last page and state 0.
 
     Args:
-        groups: the paged groups of layers.
+        layout: the groups of layers.
         allocator: knows the pages of each row.
         rows: number of rows that are recorded.
         device: torch's device.
 
     Attributes:
         ids, positions: int64 [rows, 1].
-        tables: lengths, slots and page tables.
+        tables: lengths, slots, page tables and states.
     """
 
     def __init__(
-        self, groups: tuple[Group, ...], allocator: PageAllocator, rows: int, device: torch.device
+        self, layout: CacheLayout, allocator: PageAllocator, rows: int, device: torch.device
     ) -> None:
-        self._groups, self._allocator, self._rows = groups, allocator, rows
-        self._device = device
+        groups = self._groups = layout.paged_groups
+        self._states = layout.state_groups
+        self._allocator, self._rows, self._device = allocator, rows, device
         self._stride = -(-rows // _ALIGNMENT) * _ALIGNMENT
         totals = {group.name: allocator.pool(group.name).num_total for group in groups}
-        self._past = {name: total * self._group(name).page_size for name, total in totals.items()}
-        num_lines = 1 + _PER_GROUP * len(groups)
+        self._past = {group.name: totals[group.name] * group.page_size for group in groups}
+        self._first_state = 1 + _PER_GROUP * len(groups)
+        num_lines = self._first_state + _PER_STATES * len(self._states)
         with torch.inference_mode(False):
             self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
             self.positions = torch.zeros(rows, 1, dtype=torch.int64, device=device)
@@ -58,7 +61,11 @@ class DecodeInputs:
             group.name: FixedGroup(self._page_tables[group.name], self._line(index, 0))
             for index, group in enumerate(groups)
         }
-        self.tables = FixedTables(self._packed[0, :rows], fixed)
+        states = {
+            group.name: FixedStates(*self._packed[self._lines_of_states(index), :rows])
+            for index, group in enumerate(self._states)
+        }
+        self.tables = FixedTables(self._packed[0, :rows], fixed, states)
 
     def fill(self, rows: Rows[Sequence], ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Queues the copies of one step's inputs on torch's current stream. The host does not wait.
@@ -77,6 +84,11 @@ class DecodeInputs:
             self._load_tables(rows)
         self._loaded = now
         self._packed.copy_(self._pinned(self._pack(rows)), non_blocking=True)
+
+    def withhold_states(self) -> None:
+        """Has no row write a state until `fill`: a step that runs more than once would advance them more than once."""
+        for states in self.tables.states.values():
+            states.write.zero_()
 
     def update_tables(self) -> None:
         """Puts each row's newest page into the tables, on the device; a part of the recorded work."""
@@ -99,7 +111,19 @@ class DecodeInputs:
                 for row, column in zip(rows, columns[:count].tolist(), strict=True)
             ]
             slots[:count] = pages[:count] * group.page_size + last % group.page_size
+            if self._states:
+                slots[:count][last < self._covered(rows, group.name)] = self._past[group.name]
+        for index, group in enumerate(self._states):
+            ids = [self._allocator.states(row.number, group.name) for row in rows]
+            packed[self._lines_of_states(index), :count] = np.array(ids).T
         return packed
+
+    def _covered(self, rows: Rows[Sequence], group: str) -> np.ndarray:
+        """Returns how many leading tokens of each row have their pages in the prefix index, int [rows].
+
+        Such a token may be computed again for recurrent layers alone, and its page is not written.
+        """
+        return np.array([self._allocator.held(row.number).covered.get(group, 0) for row in rows])
 
     def _load_tables(self, rows: Rows[Sequence]) -> None:
         for group in self._groups:
@@ -119,5 +143,7 @@ class DecodeInputs:
         """Returns a group's slots (0), columns (1) or pages (2), int32 [rows]."""
         return self._packed[1 + _PER_GROUP * group + which, : self._rows]
 
-    def _group(self, name: str) -> Group:
-        return next(group for group in self._groups if group.name == name)
+    def _lines_of_states(self, index: int) -> slice:
+        """Returns the lines of a group of states: the ids that are read, and those that are written."""
+        first = self._first_state + _PER_STATES * index
+        return slice(first, first + _PER_STATES)

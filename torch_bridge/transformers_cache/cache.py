@@ -372,6 +372,8 @@ class JaxkvCache(Cache):
             self._states = LentStates(
                 self._sequences, lease, self.layers, has_previous=step.num_columns > 0
             )
+            if not self._graphs.can_replay:
+                self._states.lend()
         except BaseException as error:
             lease.abandon(f"ended in {error!r}", cause=error)
             raise
@@ -389,12 +391,16 @@ class JaxkvCache(Cache):
             forward: the forward in whose place this is called.
         """
         step = self._running.step
-        if step is None or step.num_queries > 1 or step.thread != threading.get_ident():
+        if step is None or step.thread != threading.get_ident():
             return None
         if step.fixed is not None:
             # A recording calls the forward, in which another wrapper may call this again.
             return None
-        return self._graphs.replay(forward, arguments, self._sequences, self._running)
+        states, out = self._states, None
+        if step.num_queries == 1:
+            out = self._graphs.replay(forward, arguments, self._sequences, self._running)
+        states.end_replay(replayed=out is not None)
+        return out
 
     def end(self, *, failed: bool) -> None:
         """Ends the forward and returns the lease; does nothing if this thread has begun no forward."""

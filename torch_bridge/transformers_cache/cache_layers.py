@@ -3,7 +3,8 @@
 A layer's tensors are leased, so it has them during a forward only.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +113,18 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+class _OnUse(dict[int, torch.Tensor | None]):
+    """The states that a model reads by their number. One that is missing is asked for when it is first read."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def __missing__(self, number: int) -> torch.Tensor | None:
+        self._ask()
+        return self.get(number)
+
+
 class StateLayer(LinearAttentionLayer):
     """States of one recurrent layer: the model reads `conv_states[0]` and `recurrent_states[0]` and updates them.
 
@@ -126,36 +139,61 @@ class StateLayer(LinearAttentionLayer):
         super().__init__()
         self._layer = layer
         self._running = running
+        self._lend: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        # A weak reference: without cycles a layer goes with its cache.
+        this: weakref.ref[StateLayer] = weakref.ref(self)
+        self.conv_states, self.recurrent_states = (_OnUse(lambda: _ask(this)) for _ in range(2))
 
     @property
     def is_croppable(self) -> bool:
         """False: a state has no memory of the states before it."""
         return False
 
-    def bind(self, states: Mapping[str, torch.Tensor], *, has_previous: bool) -> None:
-        """Gives the layer its rows' states for one forward.
+    def bind(
+        self,
+        pools: Mapping[str, torch.Tensor],
+        lend: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        has_previous: bool,
+    ) -> None:
+        """Gives the layer its rows' states for one forward. They are lent when the model first reads one of them.
 
         Args:
-            states: role -> [rows, *shape]; the convolution's under "conv".
+            pools: role -> the states of all rows; the convolution's under "conv".
+            lend: returns the states of the rows, role -> [rows, *shape].
             has_previous: whether the rows have columns already. If not, the states are written before they are read.
         """
-        for role, held in states.items():
+        self._clear()
+        for role, pool in pools.items():
             if role == "conv":
-                self.conv_states[0], self.conv_kernel_size[0] = held, held.shape[-1]
+                self.conv_kernel_size[0] = pool.shape[-1]
                 self.is_conv_states_initialized[0] = True
-                self.dtype, self.device = held.dtype, held.device
+                self.dtype, self.device = pool.dtype, pool.device
             else:
-                self.recurrent_states[0] = held
                 self.is_recurrent_states_initialized[0] = True
         self.has_previous_state[0] = has_previous
+        self._lend = lend
+
+    def lend(self) -> None:
+        """Has the layer's states lent now, unless they are or it is bound to none."""
+        if self._lend is None:
+            return
+        lend, self._lend = self._lend, None
+        for role, held in lend().items():
+            (self.conv_states if role == "conv" else self.recurrent_states)[0] = held
 
     def unbind(self) -> tuple[torch.Tensor, ...]:
-        """Takes the states back, in the order of `bind`: the convolution's, then the other if the layer has one."""
-        held = (self.conv_states[0], self.recurrent_states[0])
-        self.conv_states[0] = self.recurrent_states[0] = None
+        """Takes the states back: the convolution's, then the other if the layer has one; none if none were lent."""
+        held = (self.conv_states.get(0), self.recurrent_states.get(0))
+        self._clear()
+        return tuple(one for one in held if one is not None)
+
+    def _clear(self) -> None:
+        self._lend = None
+        self.conv_states.clear()
+        self.recurrent_states.clear()
         self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = False
         self.has_previous_state[0] = False
-        return tuple(one for one in held if one is not None)
 
     @uncompiled
     def update_conv_state(
@@ -195,6 +233,12 @@ class PagedStateLayer(StateLayer, PagedLayer):  # pyright: ignore[reportIncompat
     ) -> None:
         PagedLayer.__init__(self, layer, window, sequences, running)
         StateLayer.__init__(self, layer, running)
+
+
+def _ask(layer: weakref.ref[StateLayer]) -> None:
+    this = layer()
+    if this is not None:
+        this.lend()
 
 
 def layers_of(

@@ -1,7 +1,8 @@
 """`LentStates`: the states of a batch's rows, lent to the recurrent layers of a model for one forward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ class LentStates:
     """Gives the layers their rows' states, and takes the new ones back.
 
     Where the rows' states lie side by side in the pool, the layers update them there. Elsewhere, and where a gradient
-    may be recorded, they get copies, which `take_back` writes to the pool.
+    may be recorded, they get copies, which `take_back` writes to the pool. A layer's states are lent by `lend`, or when
+    the model first reads them; a forward that is replayed in the model's place needs none.
 
     Args:
         sequences: the rows, with states reserved for the forward.
@@ -44,60 +46,104 @@ class LentStates:
     def __init__(
         self, sequences: Sequences, lease: Lease, layers: Sequence[object], *, has_previous: bool
     ) -> None:
-        self._lent: list[tuple[StateLayer, list[_Lent]]] = []
+        self._lease, self._has_previous = lease, has_previous
+        self._lent: dict[int, list[_Lent]] = {}
+        self._bound: list[tuple[int, StateLayer, Group, _Ids]] = []
         for group in sequences.store.layout.state_groups:
             ids = _Ids(sequences, group)
             for number in group.layers:
                 layer = layers[number]
                 assert isinstance(layer, StateLayer), "a layer with states is a StateLayer"
-                lent = {
-                    array.role: ids.lend(lease[f"layer{number}.{array.role}"], has_previous)
-                    for array in group.spec.arrays
-                }
-                layer.bind(
-                    {role: one.held for role, one in lent.items()}, has_previous=has_previous
-                )
-                self._lent.append((layer, list(lent.values())))
+                self._bound.append((number, layer, group, ids))
+        self.bind()
+
+    def bind(self) -> None:
+        """Gives the layers their states, if they were given others meanwhile; nothing may have been lent yet."""
+        for number, layer, group, ids in self._bound:
+            pools = state_pools(self._lease, group, number)
+            layer.bind(
+                pools, partial(self._lend, number, group, ids), has_previous=self._has_previous
+            )
+
+    def end_replay(self, *, replayed: bool) -> None:
+        """Drops the states after a replay, which has written new ones; lends them to a forward that must run."""
+        if replayed:
+            self.drop()
+        elif not self._lent:
+            # A recording that failed has given the layers other states.
+            self.bind()
+            self.lend()
+
+    def lend(self) -> None:
+        """Lends the states of all layers now."""
+        for _, layer, _, _ in self._bound:
+            layer.lend()
+
+    def _lend(self, number: int, group: Group, ids: "_Ids") -> Mapping[str, torch.Tensor]:
+        pools = state_pools(self._lease, group, number)
+        lent = {role: ids.lend(pool, self._has_previous) for role, pool in pools.items()}
+        self._lent[number] = list(lent.values())
+        return {role: one.held for role, one in lent.items()}
 
     def take_back(self) -> None:
         """Writes new states to the pool where the layers had copies or replaced what they were given."""
-        for layer, lent in self._lent:
-            for one, new in zip(lent, layer.unbind(), strict=True):
+        for number, layer, _, _ in self._bound:
+            # A layer that read nothing keeps its state, which may have to be moved.
+            layer.lend()
+            for one, new in zip(self._lent.pop(number), layer.unbind(), strict=True):
                 if one.write is not None:
                     one.pool[one.write] = new.detach()
                 elif new is not one.held:
                     one.held.copy_(new.detach())
-        self._lent.clear()
+        self._bound.clear()
 
     def drop(self) -> None:
         """Takes the states from the layers without keeping them."""
-        for layer, _ in self._lent:
+        for _, layer, _, _ in self._bound:
             layer.unbind()
+        self._bound.clear()
         self._lent.clear()
+
+
+def state_pools(
+    pools: Mapping[str, torch.Tensor], group: Group, layer: int
+) -> dict[str, torch.Tensor]:
+    """Returns role -> the states of all rows of all caches in one layer; they are leased, so do not keep them."""
+    return {array.role: pools[f"layer{layer}.{array.role}"] for array in group.spec.arrays}
 
 
 class _Ids:
     """Where the states of one group's rows are: the ones to read and the ones to write."""
 
     def __init__(self, sequences: Sequences, group: Group) -> None:
-        allocator, device = sequences.store.allocator, sequences.store.device
+        allocator = sequences.store.allocator
         ids = [allocator.states(row.number, group.name) for row in sequences.rows]
-        read, write = np.array(ids, np.int64).T
-        self._first, self._stop = int(write[0]), int(write[0]) + len(write)
-        side_by_side = np.array_equal(write, np.arange(self._first, self._stop))
+        self._device = sequences.store.device
+        self._read, self._write = np.array(ids, np.int64).T
+        self._first, self._stop = int(self._write[0]), int(self._write[0]) + len(ids)
+        side_by_side = np.array_equal(self._write, np.arange(self._first, self._stop))
         self._in_place = side_by_side and not torch.is_grad_enabled()
-        (moved,) = (read != write).nonzero()
-        self._moved = upload(moved, device) if len(moved) else None
-        self._moved_from = upload(read[moved], device)
-        self._read, self._write = upload(read, device), upload(write, device)
+        (self._moved,) = (self._read != self._write).nonzero()
+
+    @cached_property
+    def _moves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows whose state moves, and where it is read."""
+        return upload(self._moved, self._device), upload(self._read[self._moved], self._device)
+
+    @cached_property
+    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index of each row's state to read, and of the one to write."""
+        return upload(self._read, self._device), upload(self._write, self._device)
 
     def lend(self, pool: torch.Tensor, has_previous: bool) -> _Lent:
         """Returns the rows' states in one array of one layer."""
         if not self._in_place:
-            return _Lent(pool, pool[self._read], self._write)
+            read, write = self._ends
+            return _Lent(pool, pool[read], write)
         held = pool[self._first : self._stop]
         if not has_previous:
             held.zero_()
-        elif self._moved is not None:
-            held[self._moved] = pool[self._moved_from]
+        elif len(self._moved):
+            rows, source = self._moves
+            held[rows] = pool[source]
         return _Lent(pool, held, None)

@@ -118,16 +118,31 @@ class FixedGroup:
 
 
 @dataclass(frozen=True)
+class FixedStates:
+    """Ids of the rows' states in one group of states at fixed addresses.
+
+    Attributes:
+        read: id of the state that each row reads, int32 [rows]; 0 for a padding row.
+        write: id of the state that each row writes, int32 [rows]; 0 for a row that writes none.
+    """
+
+    read: torch.Tensor
+    write: torch.Tensor
+
+
+@dataclass(frozen=True)
 class FixedTables:
     """What a recorded decode step reads in place of tables made from the rows.
 
     Attributes:
         seq_lens: tokens of each row, the step's included, int32 [rows]; 0 for a padding row.
-        groups: group name -> its tables.
+        groups: name of a paged group -> its tables.
+        states: name of a group of states -> its ids.
     """
 
     seq_lens: torch.Tensor
     groups: Mapping[str, FixedGroup]
+    states: Mapping[str, FixedStates]
 
 
 class NotRecordable(RuntimeError):

@@ -33,7 +33,7 @@ def test_they_follow_steps_forks_chunks_tokens_taken_back_and_fewer_rows(seed):
     options = {"dtype": "float32", "page_size": 2}
     layout = group_layers(place([gqa(1, 2, **options), window(1, 2, window=4, **options)]))
     store = Store(layout, {group.name: 300 for group in layout.groups}, CPU)
-    inputs = DecodeInputs(layout.paged_groups, store.allocator, ROOM, CPU)
+    inputs = DecodeInputs(layout, store.allocator, ROOM, CPU)
     sequences = Sequences(store)
     for number in range(60):
         chosen = random.integers(8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.tiny import check, greedy, prompts
-from tests.torch_bridge.tiny_recurrent import cache_name, recurrent_model
+from tests.torch_bridge.tiny_recurrent import WIDE, cache_name, recurrent_model
 from torch_bridge import JaxkvCache, lease
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
@@ -34,3 +34,32 @@ def test_tokens_are_those_of_transformers_own_cache(family):
     child = cache.fork()
     cache.reset()
     check(child)
+
+
+@pytest.mark.parametrize("family", WIDE)
+def test_replayed_steps_have_the_bits_of_ordinary_ones(family):
+    model = recurrent_model(family, **WIDE[family]).to("cuda", torch.bfloat16)
+    ids, mask = (one.cuda() for one in prompts(3, 19, (4, 0, 1)))
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    caches = [JaxkvCache(model, max_tokens=512, graphs=graphs) for graphs in (False, True)]
+    if caches[0].parts.store.layout.paged_groups:
+        model.set_attn_implementation("jaxkv")
+    for _ in range(2):
+        told = []
+        for cache in caches:
+            named = {cache_name(model): cache}
+            made = greedy(model, ids, mask, 9, **named, **options)
+            longer = torch.cat([made.sequences, ids[:, :1]], 1)
+            shown = torch.cat([mask, torch.ones(3, 10, dtype=mask.dtype, device="cuda")], 1)
+            child = cache.fork()
+            more = [
+                greedy(model, longer, shown, 4, **{cache_name(model): one})
+                for one in (child, cache)
+            ]
+            told.append([*made.logits, *more])
+            child.reset()
+            cache.reset()
+        assert all(torch.equal(*pair) for pair in zip(*told, strict=True))
+    assert caches[1].stats().why_not_replayed is None
+    assert caches[1].stats().steps_replayed == 2 * (8 + 2 * 3)
+    check(caches[1])
