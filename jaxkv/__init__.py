@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxkv.llm import LLM
     from jaxkv.models.flax_model import FlaxModel
     from jaxkv.models.registry import load_model
+    from jaxkv.scoring import score
 
 _HOMES = {
     "AsyncLLM": "jaxkv.async_llm",
@@ -35,6 +36,7 @@ _HOMES = {
     "StructuredOutputs": "jaxkv.config.structured_outputs",
     "generate": "jaxkv.generation",
     "load_model": "jaxkv.models.registry",
+    "score": "jaxkv.scoring",
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "StructuredOutputs",
     "generate",
     "load_model",
+    "score",
 ]
 
 show_messages(os.environ.get(VARIABLE, ""))

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import jax
+from jax.sharding import Sharding
+
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.command_loop import CommandLoop
 from jaxkv.engine.drive import output_of, with_figures
@@ -22,6 +25,7 @@ from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
 from jaxkv.llm import LLM
 from jaxkv.models.protocol import Params
+from jaxkv.rollout import Rollout, rollout_of
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
 
@@ -176,6 +180,64 @@ class AsyncLLM:
             self._loop.put(lambda: self._abort(call))
         return output_of(call.samples, self._llm.tokenizer)
 
+    async def rollout(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_width: int | None = None,
+        output_width: int | None = None,
+        pad_id: int = 0,
+        device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        priority: int = 0,
+        salt: str | bytes | None = None,
+        **options: object,
+    ) -> Rollout:
+        """Generates all samples of some prompts, beside other callers, and returns them as padded arrays.
+
+        Weights may be updated meanwhile; `Rollout.weight_versions` has the version of each token. All prompts are
+        checked before any is queued. Cancelling the call aborts its requests.
+
+        Args:
+            prompts: as for `LLM.rollout`, like all that is not listed.
+            sampling: sampling parameters, for all prompts or one for each.
+            prompt_width: columns of prompts.
+            output_width: columns of outputs.
+            pad_id: fills the columns that have no token.
+            device: a device or sharding for the arrays.
+            priority: as for `stream`.
+            salt: as for `stream`.
+            options: as for `stream`.
+
+        Raises:
+            ValueError, ProgramRefused: as for `LLM.rollout`.
+            OutOfPages, OutOfStates: nobody runs, and `prompt_logprobs` need more pages than are free.
+            RuntimeError: the engine has failed or was closed.
+        """
+        given = as_call("AsyncLLM.rollout", options, sampling=sampling, salt=salt)
+        requests, output_width = await asyncio.to_thread(
+            self._llm.rollout_requests,
+            prompts,
+            given["sampling"],
+            prompt_width=prompt_width,
+            output_width=output_width,
+            priority=priority,
+            salt=given["salt"],
+        )
+        calls = self._queue(requests)
+        try:
+            for call in calls:
+                await self._end_of(call)
+        finally:
+            self._loop.put(lambda: self._abort_all(calls))
+        made = rollout_of(
+            [output_of(call.samples, self._llm.tokenizer) for call in calls],
+            prompt_width=prompt_width,
+            output_width=output_width,
+            pad_id=pad_id,
+        )
+        return made if device is None else made.to(device)
+
     async def update_weights(
         self,
         params: Params | Iterable[tuple[str, Any]],
@@ -228,12 +290,34 @@ class AsyncLLM:
         requests = await asyncio.to_thread(
             self._llm.requests, prompt, params, priority=priority, salt=salt
         )
-        call = _Call(requests, asyncio.get_running_loop())
+        [call] = self._queue([requests])
+        return call
+
+    def _queue(self, requests: Sequence[list[Request]]) -> list[_Call]:
+        """Queues the samples of several prompts, which the engine accepts between the same two steps."""
+        loop = asyncio.get_running_loop()
+        calls = [_Call(samples, loop) for samples in requests]
+
+        def accept() -> None:
+            for call in calls:
+                self._accept(call)
+
         with self._submit_lock:
             if self._closed:
                 raise RuntimeError(_ENDED) from self._failure
-            self._loop.put(lambda: self._accept(call))
-        return call
+            self._loop.put(accept)
+        return calls
+
+    async def _end_of(self, call: _Call) -> None:
+        """Waits until all samples of a call have ended, also with an error of their own."""
+        running = set(range(len(call.requests)))
+        while running:
+            arrival = await call.arrivals.get()
+            if isinstance(arrival, BaseException):
+                raise arrival
+            index, piece = arrival
+            if piece.finish_reason is not None:
+                running.discard(index)
 
     async def _next(self, call: _Call) -> tuple[int, Piece]:
         arrival = await call.arrivals.get()
@@ -275,6 +359,10 @@ class AsyncLLM:
             self._engine.abort(sample)
         if call in self._calls:
             self._calls.remove(call)
+
+    def _abort_all(self, calls: Sequence[_Call]) -> None:
+        for call in calls:
+            self._abort(call)
 
     def _deliver(self) -> None:
         for call in list(self._calls):

@@ -7,6 +7,7 @@ the caller, and it can be called inside a trainer's own jitted function on the t
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jaxkv.batch import PagedTables, StateTables, StepBatch
-from jaxkv.cache.spec import CacheLayout, LayerSpec, group_layers
-from jaxkv.cache.state import init_cache
+from jaxkv.cache.spec import CacheLayout, LayerSpec, StateSpec, group_layers
+from jaxkv.cache.state import Cache, init_cache
 from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.models.implementation import choose_implementation
@@ -32,7 +33,13 @@ from jaxkv.padded_prompts import (
 from jaxkv.row_seeds import Key, Seeds, row_seeds
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features, union
-from jaxkv.sampling.fields import FIELDS, FixedSampling, features_for, fields_for
+from jaxkv.sampling.fields import (
+    FIELDS,
+    NO_TOKEN,
+    FixedSampling,
+    features_for,
+    fields_for,
+)
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessor, LogitsProcessors
 from jaxkv.sampling.register_processors import register_processors
 from jaxkv.sampling.sample import admit
@@ -97,10 +104,72 @@ def generate(
             sampling has `structured_outputs`, a logits processor cannot run on the device, or the seeds come from more
             than one source or, inside a traced function, from none.
     """
-    _check_model(params, model)
+    check_model(params, model)
     tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
     greedy = SamplingParams(temperature=0.0)
-    per_prompt = one_each(greedy if sampling is None else sampling, tokens.shape[0])
+    return generate_rows(
+        params,
+        model,
+        tokens,
+        lens,
+        one_each(greedy if sampling is None else sampling, tokens.shape[0]),
+        None,
+        key=key,
+        seeds=seeds,
+        eos_ids=eos_ids,
+        cache_dtype=cache_dtype,
+        logits_processors=logits_processors,
+    )
+
+
+class GivenTokens(NamedTuple):
+    """Tokens that the rows of a program take in place of sampled ones.
+
+    Attributes:
+        tokens: their ids, padded on the right.
+        lens: how many each row has; it ends with the last one.
+    """
+
+    tokens: Int[Array, "rows width"] | np.ndarray
+    lens: Int[Array, " rows"] | np.ndarray
+
+    def padded(self, width: int) -> Int[Array, "rows max_tokens"]:
+        """Returns `width` columns, with `NO_TOKEN` behind each row's tokens."""
+        count = self.tokens.shape[1]
+        real = jnp.arange(count, dtype=jnp.int32)[None, :] < self.lens[:, None]
+        tokens = jnp.where(real, self.tokens, NO_TOKEN)
+        return jnp.pad(tokens, ((0, 0), (0, width - count)), constant_values=NO_TOKEN)
+
+
+def generate_rows(
+    params: Params,
+    model: Model,
+    tokens: Int[Array, "prompts prompt_len"] | np.ndarray,
+    lens: Int[Array, " prompts"] | np.ndarray,
+    per_prompt: Sequence[SamplingParams],
+    given: GivenTokens | None,
+    *,
+    key: Key | None,
+    seeds: Seeds | None,
+    eos_ids: Sequence[int],
+    cache_dtype: str | None,
+    logits_processors: Mapping[str, LogitsProcessor] | None,
+) -> Generated:
+    """Runs the program of `generate`, with sampled or with given tokens.
+
+    Args:
+        params: as for `generate`, like all that is not listed.
+        model: the model, checked.
+        tokens: the prompts.
+        lens: tokens of each prompt.
+        per_prompt: sampling of each prompt; with given tokens, it asks for log-probabilities.
+        given: tokens of each row, of at most the largest `max_tokens`; `None` to sample them.
+        key: a key, or `None`.
+        seeds: seeds, or `None`.
+        eos_ids: ids that end a row that samples.
+        cache_dtype: dtype name of keys and values, or `None`.
+        logits_processors: name -> function.
+    """
     _check_eos(eos_ids, model.vocab_size)
     _refuse_grammars(per_prompt)
     _check_lengths(lens, tokens.shape[1], per_prompt, model)
@@ -108,7 +177,7 @@ def generate(
     processors = register_processors(
         logits_processors,
         vocab_size=model.vocab_size,
-        max_tokens=_row_length(tokens.shape[1], round_up(width)),
+        max_tokens=row_length(tokens.shape[1], round_up(width)),
     )
     low, high = row_seeds(
         per_prompt, key=key, seeds=seeds, traced=_is_traced((params, tokens, lens))
@@ -120,16 +189,22 @@ def generate(
         tokens, lens = tokens[owners], lens[owners]
     features = union([features_for(one) for one in per_row])
     host = _choices(per_row, eos_ids, model.vocab_size) | {"seed_low": low, "seed_high": high}
+    limit = round_up(width)
+    if given is not None:
+        host |= {"given": given.padded(limit), "max_tokens": given.lens}
+    elif features.logprobs is not None:
+        host["given"] = np.full((len(per_row), limit), NO_TOKEN, np.int32)
     words = [processors.words(one.logits_processors) for one in per_row]
     used = NO_PROCESSORS
     if features.processors:
         used, host["processor_words"] = processors, np.stack(words)
     stored = cache_dtype or params_dtype(params)
-    out = _generate(model, features, used, round_up(width), stored, params, tokens, lens, host)
+    out = _generate(model, features, used, limit, stored, params, tokens, lens, host)
     return _trim(out, width, max(one.logprobs or 0 for one in per_row))
 
 
-def _check_model(params: Params, model: object) -> None:
+def check_model(params: Params, model: object) -> None:
+    """Raises `ValueError` if these are no parameters or no model, with what to do."""
     if not isinstance(model, Model) or isinstance(model, type):
         # Only the error message needs this import.
         from flax import nnx
@@ -249,7 +324,7 @@ def _choices(
     return columns | limits | {"bias_ids": bias_ids, "bias_values": bias_values}
 
 
-def _row_length(longest: int, max_tokens: int) -> int:
+def row_length(longest: int, max_tokens: int) -> int:
     """Returns the tokens that a row has room for."""
     return -(-(longest + max_tokens) // _PAGE_MULTIPLE) * _PAGE_MULTIPLE
 
@@ -267,21 +342,18 @@ def _generate(
     host: dict[str, Array],
 ) -> Generated:
     rows, longest = tokens.shape
-    length = _row_length(longest, max_tokens)
-    specs = model.cache_specs(page_size=length, dtype=cache_dtype)
-    entries = host["bias_ids"].shape[1] if features.penalties else 0
+    length = row_length(longest, max_tokens)
     choice = sampling_spec(
         model.vocab_size,
         penalties=features.penalties,
-        bias_entries=entries,
+        bias_entries=host["bias_ids"].shape[1] if features.penalties else 0,
         history_tokens=length,
         processor_words=processors.num_words,
     )
-    layout = group_layers((*specs, LayerSpec(model.num_layers, choice)))
-    counts = {g.name: rows if g.unit == "page" else rows + 1 for g in layout.groups}
-    model = model.running(choose_implementation(model, params, layout, counts).name)
-    cache = init_cache(layout, counts)
-    prompt = _pack_on_device(layout, features, processors, tokens, lens, host)
+    model, layout, cache = static_cache(
+        model, params, choice, rows=rows, length=length, dtype=cache_dtype
+    )
+    prompt = pack_on_device(layout, features, processors, tokens, lens, host)
     if features.needs_admission:
         columns = jnp.arange(longest, dtype=jnp.int32)[None, :]
         choices = admit(
@@ -297,12 +369,39 @@ def _generate(
     limits = Limits(**{name: host[name] for name in ("max_tokens", "min_tokens", "stop_ids")})
     page_sizes = tuple(group.page_size for group in layout.paged_groups)
     _, out = generate_loop(
-        model, params, cache, prompt, limits, page_sizes=page_sizes, max_tokens=max_tokens
+        model,
+        params,
+        cache,
+        prompt,
+        limits,
+        page_sizes=page_sizes,
+        max_tokens=max_tokens,
+        given=host.get("given"),
     )
     return out
 
 
-def _pack_on_device(
+def static_cache(
+    model: Model, params: Params, choice: StateSpec, *, rows: int, length: int, dtype: str
+) -> tuple[Model, CacheLayout, Cache]:
+    """Returns an empty cache with one page of `length` tokens per row, its layout, and the model that can run on it.
+
+    Args:
+        model: the model.
+        params: its parameters.
+        choice: spec of the sampling group.
+        rows: number of rows.
+        length: tokens per row.
+        dtype: dtype name of keys and values.
+    """
+    specs = model.cache_specs(page_size=length, dtype=dtype)
+    layout = group_layers((*specs, LayerSpec(model.num_layers, choice)))
+    counts = {g.name: rows if g.unit == "page" else rows + 1 for g in layout.groups}
+    model = model.running(choose_implementation(model, params, layout, counts).name)
+    return model, layout, init_cache(layout, counts)
+
+
+def pack_on_device(
     layout: CacheLayout,
     features: Features,
     processors: LogitsProcessors,

@@ -29,9 +29,18 @@ from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
 from jaxkv.engine.new_request import new_request
 from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, declare_served
 from jaxkv.errors import BadCheckpoint
+from jaxkv.given_samples import (
+    Outputs,
+    given_requests,
+    given_samples,
+    given_sampling,
+    replay_salt,
+    scores_of,
+)
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
@@ -645,17 +654,18 @@ class LLM:
         """
         call = as_call("LLM.generate", options, sampling=sampling, progress=progress)
         listed = as_prompts(prompts)
-        sampling_of_each = one_each(call["sampling"], len(listed))
-        requests = []
-        for index, (prompt, params) in enumerate(zip(listed, sampling_of_each, strict=True)):
-            with named("prompt", index, len(listed)):
-                requests.append(self._checked(prompt, params))
-        bar = call["progress"]
-        shown = self._progress and sys.stderr.isatty() if bar is None else bool(bar)
+        requests = self._checked_all(listed, one_each(call["sampling"], len(listed)))
+        made = self._serve_all(requests, call["progress"])
+        return [output_of(samples, self.tokenizer) for samples in made]
+
+    def _serve_all(
+        self, requests: Sequence[Sequence[Request]], progress: bool | None
+    ) -> list[list[RequestState]]:
+        """Runs checked requests until all have ended; if `progress` is `None`, shows a bar on a terminal."""
+        shown = self._progress and sys.stderr.isatty() if progress is None else bool(progress)
         with self.lock.held():
             self._recover()
-            made = serve_all(self.engine, requests, progress=shown)
-        return [output_of(samples, self.tokenizer) for samples in made]
+            return serve_all(self.engine, requests, progress=shown)
 
     def rollout(
         self,
@@ -689,23 +699,48 @@ class LLM:
             ValueError: as for `generate`, there is no prompt, or a prompt or output is longer than its width.
         """
         call = as_call("LLM.rollout", options, sampling=sampling, progress=progress)
+        requests, output_width = self.rollout_requests(
+            prompts, call["sampling"], prompt_width=prompt_width, output_width=output_width
+        )
+        made = self._serve_all(requests, call["progress"])
+        rollout = rollout_of(
+            [output_of(samples, self.tokenizer) for samples in made],
+            prompt_width=prompt_width,
+            output_width=output_width,
+            pad_id=pad_id,
+        )
+        return rollout if device is None else rollout.to(device)
+
+    def rollout_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        prompt_width: int | None,
+        output_width: int | None,
+        priority: int = 0,
+        salt: str | bytes | None = None,
+    ) -> tuple[list[list[Request]], int | None]:
+        """Returns the engine's requests for the samples of each prompt, and the columns of their outputs.
+
+        Raises:
+            ValueError: as for `rollout`.
+            ProgramRefused: strict mode has no program for one of them.
+        """
         listed = as_prompts(prompts)
         if not listed:
             raise ValueError("a rollout needs at least one prompt, got none")
-        if prompt_width is not None:
-            column_count("prompt", [len(self._tokenize(one).ids) for one in listed], prompt_width)
         chosen = [
             one if one.logprobs is not None else replace(one, logprobs=0)
-            for one in one_each(call["sampling"], len(listed))
+            for one in one_each(sampling, len(listed))
         ]
         limits = [one.max_tokens for one in chosen if one.max_tokens is not None]
         if len(limits) == len(chosen):
             output_width = column_count("output", limits, output_width)
-        outputs = self.generate(listed, chosen, progress=call["progress"])
-        made = rollout_of(
-            outputs, prompt_width=prompt_width, output_width=output_width, pad_id=pad_id
-        )
-        return made if device is None else made.to(device)
+        requests = self._checked_all(listed, chosen, priority=priority, salt=salt)
+        if prompt_width is not None:
+            column_count("prompt", [len(one[0].prompt) for one in requests], prompt_width)
+        return requests, output_width
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **options: object
@@ -910,12 +945,50 @@ class LLM:
         [conversation], _ = as_conversations(messages)
         return self.tokenizer.encode_chat(conversation, options, max_tokens=self.max_model_len)
 
-    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
-        """Returns, per prompt, the float32 natural log-probabilities of its tokens but the first, [tokens - 1].
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        outputs: Outputs | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **options: object,
+    ) -> list[np.ndarray]:
+        """Returns the natural log-probabilities of given tokens, computed in one of two ways, as float32 arrays.
+
+        Without `outputs` each text takes one step, as a prompt does. That is the cheapest way. Decode steps have other
+        shapes, so the log-probabilities of a sample differ from these by rounding.
+
+        With `outputs` the engine runs as `generate` and `rollout` do, and takes these tokens in place of sampled ones,
+        in the same programs. It costs as much as the rollout, with an empty prefix cache. If the same programs run with
+        the same rows, the result equals the rollout's log-probabilities bit for bit: always with
+        `EngineConfig(pinned_shapes=True)`, and otherwise if all of the rollout's prompts are given in its order, and it
+        began with an empty prefix cache, preempted nothing and was alone in the engine.
+
+        Args:
+            prompts: whole texts, or the prompts before `outputs`; in any form that `generate` takes.
+            outputs: a `Rollout` of these prompts, or for each prompt the token ids of each of its samples.
+            sampling: with `outputs` alone: what they were generated with, for all prompts or one for each; its
+                `logprobs_mode` names the distribution. `n` and seeds have no effect. Greedy if not given.
+            progress: with `outputs` alone, as for `generate`.
+            options: as for `generate`, with `outputs` alone.
+
+        Returns:
+            One array per text, [tokens - 1], of its tokens but the first; or one per sample, [tokens], by prompts.
 
         Raises:
-            ValueError: a prompt is empty, too long, or has ids the model lacks.
+            ValueError: a prompt is empty, too long, or has ids the model lacks; there are not samples for each prompt;
+                or `outputs` are missing.
+            ProgramRefused: strict mode has no program for it.
+            RuntimeError: a sample's request has failed.
         """
+        call = as_call("LLM.score", options, sampling=sampling, progress=progress)
+        if outputs is not None:
+            return self._score_outputs(as_prompts(prompts), outputs, call)
+        if call["sampling"] is not None or call["progress"] is not None:
+            raise ValueError(
+                "sampling and progress are for decode steps, and whole texts are scored in one step each; give outputs"
+            )
         ids = []
         listed = as_prompts(prompts)
         for index, prompt in enumerate(listed):
@@ -928,6 +1001,24 @@ class LLM:
         with self.lock.held(), named_exhaustion("scoring texts"):
             self._recover()
             return list(score_texts(self.engine.sequence_runner, ids))
+
+    def _score_outputs(
+        self, prompts: Sequence[Prompt], outputs: Outputs, call: Mapping[str, Any]
+    ) -> list[np.ndarray]:
+        samples = given_samples(outputs, len(prompts), self.model.vocab_size)
+        chosen = None if call["sampling"] is None else one_each(call["sampling"], len(prompts))
+        requests = self._checked_all(prompts, given_sampling(chosen, samples))
+        salt, given = replay_salt(), []
+        for index, (group, tokens) in enumerate(zip(requests, samples, strict=True)):
+            with named("prompt", index, len(prompts)):
+                given.append(given_requests(group, tokens, salt))
+        made = iter(self._serve_all([group for group in given if group], call["progress"]))
+        states = [next(made) if group else [] for group in given]
+        return [
+            scores
+            for group, tokens in zip(states, samples, strict=True)
+            for scores in scores_of(group, tokens)
+        ]
 
     def _tokenize(self, prompt: Prompt, salt: str | bytes | None = None) -> TokenizedPrompt:
         self.lock.refuse_if_closed()
@@ -967,10 +1058,29 @@ class LLM:
         check_compiled(self.engine, requests[0])
         return requests
 
-    def _checked(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """Returns the requests of one prompt; raises `ValueError` if the engine can never serve them."""
-        requests = self.requests(prompt, params)
+    def _checked(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:  # noqa: ANN401
+        """Returns the requests of one prompt; raises `ValueError` if the engine can never serve them.
+
+        Args:
+            prompt: the prompt.
+            params: its sampling parameters.
+            options: keywords of `requests`.
+        """
+        requests = self.requests(prompt, params, **options)
         self.engine.check(requests[0])
+        return requests
+
+    def _checked_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams],
+        **options: Any,  # noqa: ANN401 - keywords of `requests`
+    ) -> list[list[Request]]:
+        """Returns the requests of each prompt; an error names the index of its prompt."""
+        requests = []
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            with named("prompt", index, len(prompts)):
+                requests.append(self._checked(prompt, params, **options))
         return requests
 
     def _request(

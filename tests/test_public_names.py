@@ -22,6 +22,7 @@ PUBLIC = {
         "StructuredOutputs",
         "generate",
         "load_model",
+        "score",
     },
     "pallas_kernels": {
         "causal_conv",

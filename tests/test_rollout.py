@@ -1,14 +1,16 @@
 """`LLM.rollout`: the samples of several prompts as padded arrays, with log-probabilities of a named distribution."""
 
+import asyncio
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from jaxkv import LLM, CacheConfig, SamplingParams, default_model
+from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams, default_model
+from jaxkv.engine.request_state import RequestState
 from jaxkv.rollout import rollout_of
-from jaxkv.step.loop import LENGTH, STOP
+from jaxkv.step.loop import ERROR, LENGTH, STOP
 from tests.sampling import oracle
 
 PROMPTS = ["def add(", [5, 6, 7, 8, 9, 10, 11, 12, 13]]
@@ -109,6 +111,83 @@ def test_named_versions_are_strings(llm):
     assert rollout.weight_versions.tolist() == [["step-7"] * 3 + [""]]
     assert isinstance(rollout.to(jax.devices()[0]).weight_versions, np.ndarray)
     llm.update_weights(llm.params, version=0)
+
+
+def assert_equal(one, other):
+    for name in ("prompt_ids", "output_ids", "output_mask", "reasons", "prompt_index"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_concurrent_rollouts_have_the_arrays_of_one_and_are_on_the_device(llm):
+    device = jax.devices()[0]
+    wanted = [llm.rollout(PROMPTS, SAMPLING), llm.rollout(PROMPTS[1], replace(SAMPLING, seed=9))]
+
+    async def users():
+        async with AsyncLLM(llm) as served:
+            return await asyncio.gather(
+                served.rollout(PROMPTS, SAMPLING, device=device),
+                served.rollout(PROMPTS[1], replace(SAMPLING, seed=9), salt="b", priority=1),
+            )
+
+    found = asyncio.run(asyncio.wait_for(users(), 120))
+    for one, other in zip(found, wanted, strict=True):
+        assert_equal(one, other)
+    assert found[0].logprobs.devices() == {device}
+    assert isinstance(found[1].logprobs, np.ndarray)
+    assert found[1].texts == wanted[1].texts
+
+
+def test_weights_change_in_the_middle_of_a_concurrent_rollout(llm):
+    async def users():
+        async with AsyncLLM(llm) as served:
+            stream = served.stream("x", max_tokens=50, min_tokens=50)
+            running = asyncio.create_task(
+                served.rollout(PROMPTS, max_tokens=40, min_tokens=40, logprobs=0)
+            )
+            for _ in range(12):
+                await anext(stream)
+            await served.update_weights(llm.params, version=7)
+            rollout = await running
+            await stream.aclose()
+            return rollout
+
+    rollout = asyncio.run(asyncio.wait_for(users(), 120))
+    assert {0, 7} == set(rollout.weight_versions.ravel().tolist())
+    assert (np.diff(rollout.weight_versions, axis=1) >= 0).all()
+    llm.update_weights(llm.params, version=0)
+
+
+def test_a_sample_that_fails_alone_fails_no_concurrent_rollout(llm, monkeypatch):
+    request = type(llm)._request
+    failing = []
+
+    def first_fails(self, *arguments, **options):
+        made = request(self, *arguments, **options)
+        failing.append(made)
+        return made
+
+    accept = RequestState.accept
+
+    def broken(self, token, logprobs):
+        if self.request is failing[0] and self.generated == 2:
+            raise ValueError("no text for this token")
+        accept(self, token, logprobs)
+
+    monkeypatch.setattr(type(llm), "_request", first_fails)
+    monkeypatch.setattr(RequestState, "accept", broken)
+
+    async def user():
+        async with AsyncLLM(llm) as served:
+            with pytest.raises(ValueError, match="at least one prompt"):
+                await served.rollout([])
+            return await served.rollout(PROMPTS, SAMPLING)
+
+    rollout = asyncio.run(asyncio.wait_for(user(), 120))
+    assert rollout.reasons.tolist()[0] == ERROR
+    assert rollout.output_mask[0].sum() == 2
+    assert ERROR not in rollout.reasons[1:]
+    assert "no text" in rollout.outputs[0].error
 
 
 @pytest.mark.parametrize(

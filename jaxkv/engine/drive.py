@@ -181,4 +181,4 @@ def _stop_reason(sample: RequestState) -> str | int | None:
 
 
 def _sum_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]) -> float:
-    return sum(table[token] for token, table in zip(token_ids, logprobs, strict=True))
+    return sum((table[token] for token, table in zip(token_ids, logprobs, strict=True)), 0.0)

@@ -66,6 +66,7 @@ def step_rows_of(
         pending_checkpoints: the pending state checkpoints that the step writes.
     """
     left: list[int] = []
+    emits = [part.emits for part in parts]
     if shape.steps > 1:
         left = [part.count for part in parts]
         parts = [first_step(part) for part in parts]
@@ -84,6 +85,9 @@ def step_rows_of(
     if shape.features.grammar:
         constraints = [part.sequence.constraint for part in parts]
         masks = [None if one is None else one.mask for one in constraints]
+    given: list[tuple[int, ...]] = []
+    if shape.features.logprobs is not None and any(part.sequence.request.given for part in parts):
+        given = [_given(part, steps) for part, steps in zip(parts, emits, strict=True)]
     return StepRows(
         sequences=[part.sequence.number for part in parts],
         tokens=tokens,
@@ -96,7 +100,14 @@ def step_rows_of(
         pending_checkpoints=pending_checkpoints,
         left=left,
         masks=masks,
+        given=given,
     )
+
+
+def _given(part: Part, steps: int) -> tuple[int, ...]:
+    """Returns the tokens that a request takes in the next `steps` steps; empty if it samples them."""
+    known = part.sequence.generated + part.sequence.pending
+    return part.sequence.request.given[known : known + steps]
 
 
 def requested_logprobs(

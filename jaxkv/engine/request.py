@@ -26,9 +26,11 @@ class Request:
         priority: a lower number is served first; among equals, the earlier request.
         salt: only requests of the same salt share pages.
         grammar: compiled `params.structured_outputs`; `None` if these are.
+        given: token ids that it takes in place of sampled ones, for their log-probabilities, which `params` must ask
+            for; it ends with the last of them. Empty for a request that samples.
 
     Raises:
-        ValueError: the priority is not a 64-bit int, or the salt cannot be hashed.
+        ValueError: the priority is not a 64-bit int, the salt cannot be hashed, or more tokens are given than fit.
     """
 
     prompt: tuple[int, ...]
@@ -39,11 +41,17 @@ class Request:
     salt: str | bytes | None = None
     text: str | None = None
     grammar: Grammar | None = None
+    given: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the priority, which the scheduler sorts by, and the salt, which the prefix index hashes."""
+        """Checks the priority, which the scheduler sorts by, the salt, which the prefix index hashes, and `given`."""
         object.__setattr__(self, "priority", as_int("priority", self.priority, -(2**63), 2**63 - 1))
         check_salt(self.salt)
+        if self.given and len(self.given) > self.max_tokens:
+            raise ValueError(
+                f"a sample of {len(self.given)} tokens does not fit behind a prompt of {len(self.prompt)}, which has "
+                f"room for {self.max_tokens}; shorten it or raise max_model_len"
+            )
 
     @property
     def max_tokens(self) -> int:

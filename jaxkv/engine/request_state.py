@@ -249,11 +249,13 @@ class RequestState:
         Raises:
             RuntimeError: the request's grammar has exceeded a limit.
         """
+        if self.generated < len(self.request.given):
+            return None
         if self.tokens[-1] in self.request.stop_ids and self.generated:
             return "stop"
         if self.constraint is not None and self.constraint.ends(self.answer):
             return "stop"
-        return "length" if len(self.tokens) == self.longest else None
+        return "length" if self.request.given or len(self.tokens) == self.longest else None
 
     def end(self, reason: str) -> None:
         """Ends the request without a further token; flushes the remaining text to `text` and `pieces`."""
@@ -294,13 +296,16 @@ class RequestState:
 def new_request_state(
     request: Request, *, number: int, tokenizer: Tokenizer | None, streamed: bool, now: float
 ) -> RequestState:
-    """Returns the state of a new request that waits; it detokenizes if it is streamed or has stop strings."""
+    """Returns the state of a new request that waits; it detokenizes if it is streamed or has stop strings.
+
+    Stop strings do not end a request with given tokens.
+    """
     state = RequestState(request=request, number=number, tokens=list(request.prompt), arrived=now)
     if streamed:
         state.pieces = deque()
     if request.grammar is not None:
         state.constraint = _constraint_of(request, request.grammar, state.features)
-    if tokenizer is not None and (streamed or request.params.stop):
+    if tokenizer is not None and (streamed or (request.params.stop and not request.given)):
         state.stream = TextStream(tokenizer, request.prompt, request.params)
     return state
 

@@ -59,7 +59,7 @@ class JaxkvRollout(BaseRollout):
     ) -> None:
         del mesh, rollout_config
         self._llm, self._weights = llm, weights
-        self._actor, self._tokenizer = rollout_actor, tokenizer
+        self._tokenizer = tokenizer
         self.update_params(nnx.state(rollout_actor, nnx.Param))
 
     def generate(
@@ -129,9 +129,9 @@ class JaxkvRollout(BaseRollout):
         """The id that ends a text."""
         return self._tokenizer.eos_id()
 
-    def model(self) -> Any:  # noqa: ANN401 - an nnx module
-        """The actor that the weights come from."""
-        return self._actor
+    def model(self) -> None:
+        """Returns `None`: the engine has arrays of its own, so tunix calls `update_params` after each step."""
+        return
 
 
 def _sampling(config: RolloutConfig) -> SamplingParams:

@@ -13,7 +13,7 @@ from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.batch import SamplingBatch
-from jaxkv.sampling.fields import fields_for
+from jaxkv.sampling.fields import NO_TOKEN, fields_for
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.sampling.token_mask import num_words
 
@@ -82,6 +82,8 @@ def int_fields(
         fields.append(Field("block_stop", rows))
     if shape.features.grammar:
         fields.append(Field("token_mask", (shape.rows, num_words(vocab_size)), -1))
+    if shape.features.logprobs is not None:
+        fields.append(Field("given", (shape.rows, shape.steps), NO_TOKEN))
     return (*fields, *_sampling_fields(shape, np.int32))
 
 
@@ -218,6 +220,8 @@ class PackedLayout:
             names.append("block_stop")
         if shape.features.grammar:
             names.append("token_mask")
+        if shape.features.logprobs is not None:
+            names.append("given")
         return StepBatch(
             **{name: fields[name] for name in _BATCH_FIELDS},
             paged=paged,

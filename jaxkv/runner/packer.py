@@ -233,6 +233,9 @@ class Packer:
             for row, mask in enumerate(rows.masks):
                 if mask is not None:
                     target[row] = mask
+        if "given" in fields:
+            for target, tokens in zip(fields["given"], rows.given, strict=False):
+                target[: len(tokens)] = tokens
 
 
 def _refuse_conflicts(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:

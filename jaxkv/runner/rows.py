@@ -66,6 +66,8 @@ class StepRows(NamedTuple):
         left: how many of the program's steps each row takes part in; empty for programs of one step.
         masks: mask of the tokens that each row may sample, see `jaxkv.sampling.token_mask`; `None` for a row without a
             grammar. May be empty if no row has one.
+        given: the tokens that each row takes in the program's steps in place of sampled ones, which a program with
+            log-probabilities reads; an empty one for a row that samples. May be empty if all rows sample.
     """
 
     sequences: Sequence[int]
@@ -79,6 +81,7 @@ class StepRows(NamedTuple):
     pending_checkpoints: Sequence[PendingCheckpoint] = ()
     left: Sequence[int] = ()
     masks: Sequence[np.ndarray | None] = ()
+    given: Sequence[Sequence[int]] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "StepRows":

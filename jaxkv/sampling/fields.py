@@ -28,7 +28,7 @@ STOP_WIDTH = MAX_STOP_IDS + MAX_EOS_IDS
 """Most stop ids of a row: the request's own and the model's EOS ids."""
 
 NO_TOKEN = 2**30
-"""Padding of stop ids: beyond every vocabulary, so that no token equals it and writes to it are dropped."""
+"""Padding of stop ids and given tokens: beyond every vocabulary, so no token equals it; writes to it are dropped."""
 
 
 @runtime_checkable

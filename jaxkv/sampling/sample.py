@@ -65,7 +65,8 @@ def sample(
 
     Order: penalties, biases, logits processors, the grammar's mask, masked stop ids (`adjust`), temperature, top-k,
     top-p, min-p (`allowed`), and a random sample by the Gumbel-max trick. Rows with temperature 0 take the largest
-    adjusted logit, the lowest id on ties.
+    adjusted logit, the lowest id on ties. With log-probabilities, a row that is given a token takes that one; all else
+    is computed as for a sampled token, so its log-probability has the same bits.
     Operations of features that `sampling.features` lacks are not traced.
 
     Args:
@@ -96,6 +97,8 @@ def sample(
     tokens = jnp.where(finite, lax.argmax(score, 1, jnp.int32), 0)
     if features.logprobs is None:
         return Sampled(tokens=tokens, finite=finite)
+    given = sampling["given"][:, 0]
+    tokens = jnp.where(finite & (given < logits.shape[1]), given, tokens)
     told = _by_mode(logits, truncated, sampling) if features.logprobs_modes else logits
     return Sampled(tokens=tokens, finite=finite, **_logprobs(told, tokens, features.logprobs))
 

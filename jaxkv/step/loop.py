@@ -14,6 +14,7 @@ from jaxkv._pytree import pytree
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import Sampled
 from jaxkv.step.step import step
 
@@ -76,6 +77,7 @@ def generate_loop(
     *,
     page_sizes: tuple[int, ...],
     max_tokens: int,
+    given: Int[Array, "rows max_tokens"] | None = None,
 ) -> tuple[Cache, Generated]:
     """Generates up to `max_tokens` tokens for each row of `prompt`.
 
@@ -89,16 +91,17 @@ def generate_loop(
         limits: the conditions of each row's end.
         page_sizes: tokens per page of each paged group; static.
         max_tokens: width of the output; static. A row's own limit may be smaller.
+        given: tokens that the rows take in place of sampled ones, `NO_TOKEN` where they sample; `None` if and only if
+            the program has no log-probabilities. A row ends at its limit of tokens, not at a stop id that it was given.
 
     Returns:
         The cache after the last step, and the generated tokens.
     """
-    cache, sampled = step(
-        model, params, cache, _blocked(prompt, limits, jnp.zeros_like(limits.max_tokens))
-    )
+    first = _blocked(prompt, limits, jnp.zeros_like(limits.max_tokens))
+    cache, sampled = step(model, params, cache, _with_given(first, given, jnp.int32(0)))
     progress = _Progress(
         cache=cache,
-        out=_record(_blank(prompt, max_tokens), sampled, limits, jnp.int32(0)),
+        out=_record(_blank(prompt, max_tokens), sampled, limits, given, jnp.int32(0)),
         last=sampled.tokens,
         seq_lens=prompt.seq_lens + 1,
         iteration=jnp.int32(1),
@@ -110,10 +113,11 @@ def generate_loop(
 
     def advance(progress: _Progress) -> _Progress:
         batch = _decode_batch(prompt, limits, progress, page_sizes)
+        batch = _with_given(batch, given, progress.iteration)
         cache, sampled = step(model, params, progress.cache, batch)
         return _Progress(
             cache=cache,
-            out=_record(progress.out, sampled, limits, progress.iteration),
+            out=_record(progress.out, sampled, limits, given, progress.iteration),
             last=sampled.tokens,
             seq_lens=progress.seq_lens + 1,
             iteration=progress.iteration + 1,
@@ -131,6 +135,17 @@ def _blocked(batch: StepBatch, limits: Limits, lengths: Int[Array, " rows"]) -> 
     values = batch.sampling.values | {"stop_ids": limits.stop_ids, "block_stop": block}
     sampling = replace(batch.sampling, values=values)
     return replace(batch, sampling=sampling)
+
+
+def _with_given(
+    batch: StepBatch, given: Int[Array, "rows max_tokens"] | None, iteration: Int[Array, ""]
+) -> StepBatch:
+    """Returns the batch with the tokens that the rows are given in this iteration, if the program reads them."""
+    if given is None:
+        return batch
+    column = jax.lax.dynamic_slice_in_dim(given, iteration, 1, axis=1)
+    values = batch.sampling.values | {"given": column}
+    return replace(batch, sampling=replace(batch.sampling, values=values))
 
 
 def _decode_batch(
@@ -203,13 +218,19 @@ def _blank(prompt: StepBatch, max_tokens: int) -> Generated:
 
 
 def _record(
-    out: Generated, sampled: Sampled, limits: Limits, iteration: Int[Array, ""]
+    out: Generated,
+    sampled: Sampled,
+    limits: Limits,
+    given: Int[Array, "rows max_tokens"] | None,
+    iteration: Int[Array, ""],
 ) -> Generated:
     """Writes one column for the running rows, and ends those at a stop id, a limit or an error."""
     running = (out.reasons == RUNNING) & (limits.max_tokens > 0)
     kept = running & sampled.finite
     lengths = out.lengths + kept.astype(jnp.int32)
     stopped = jnp.any(sampled.tokens[:, None] == limits.stop_ids, axis=1)
+    if given is not None:
+        stopped &= given[:, iteration] == NO_TOKEN
     reason = jnp.where(lengths >= limits.max_tokens, LENGTH, RUNNING)
     reason = jnp.where(stopped, STOP, reason)
     reason = jnp.where(sampled.finite, reason, ERROR)

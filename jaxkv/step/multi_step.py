@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.sample import Sampled
 from jaxkv.step.loop import NOWHERE, slots_at
 from jaxkv.step.step import step
@@ -91,5 +92,13 @@ def _batch_of(
             first.sampling,
             state_ids=jnp.where(running, first.sampling.state_ids, NOWHERE + rows),
             carry=jnp.where(later, jnp.ones_like(rows), first.sampling.carry),
+            values=_values_of(first.sampling, index),
         ),
     )
+
+
+def _values_of(sampling: SamplingBatch, index: Int[Array, ""]) -> dict[str, Array]:
+    """Returns the sampling inputs of step `index`, which differ in the tokens that rows are given."""
+    if sampling.features.logprobs is None:
+        return sampling.values
+    return sampling.values | {"given": jax.lax.dynamic_slice_in_dim(sampling["given"], index, 1, 1)}

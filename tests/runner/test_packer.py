@@ -18,7 +18,7 @@ from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row, StepRows
 from jaxkv.sampling.features import Features
-from jaxkv.sampling.fields import STOP_WIDTH, features_of, split_seed
+from jaxkv.sampling.fields import NO_TOKEN, STOP_WIDTH, features_of, split_seed
 from tests.cache.layouts import slots_of
 
 VOCAB = 100
@@ -170,6 +170,20 @@ def test_several_steps_need_pages_for_all_tokens_and_say_who_takes_part_in_how_m
     for left in ([], [3], [0, 1], [4, 1]):
         with pytest.raises(ValueError, match="in 1 to 3 of them"):
             packer.pack(shape, told._replace(left=left), allocator)
+
+
+def test_given_tokens_come_back_and_the_steps_of_other_rows_sample(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    for sequence in (1, 2):
+        opened(allocator, sequence, 8)
+    shape = StepSpec(4, 4, (4, 8), Features(logprobs=0), decode=True, steps=3)
+    rows = StepRows.of([Row(1, [5], 2, GREEDY), Row(2, [6], 2, GREEDY)])._replace(left=[3, 3])
+    for told, wanted in (([(), (8, 9)], [8, 9, NO_TOKEN]), ((), [NO_TOKEN] * 3)):
+        ints, _ = packer.pack(shape, rows._replace(given=told), allocator)
+        batch = packer.packed_layout.unpack(shape, jnp.asarray(ints))
+        found = np.asarray(batch.sampling["given"])
+        assert found[1].tolist() == wanted
+        assert (found[[0, 2, 3]] == NO_TOKEN).all()
 
 
 @pytest.mark.parametrize("decode", [False, True])

@@ -6,6 +6,7 @@ import numpy as np
 from jaxkv.config.sampling import LOGPROBS_MODES, SamplingParams
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import SamplingState
 
 VOCAB = 17
@@ -20,7 +21,7 @@ ALL = Features(
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def batch_of(params, features, *, state_ids=None, stop_ids=None, block=None):
+def batch_of(params, features, *, state_ids=None, stop_ids=None, block=None, given=None):
     """The sampling batch of these rows, with the fields that the features need."""
 
     def column(name, dtype=np.float32):
@@ -46,6 +47,9 @@ def batch_of(params, features, *, state_ids=None, stop_ids=None, block=None):
     if features.min_tokens:
         fields["stop_ids"] = jnp.asarray(stop_ids, jnp.int32)
         fields["block_stop"] = jnp.asarray(block, jnp.int32)
+    if features.logprobs is not None:
+        tokens = [NO_TOKEN] * len(params) if given is None else given
+        fields["given"] = jnp.asarray(tokens, jnp.int32)[:, None]
     state_ids = jnp.asarray(range(len(params)) if state_ids is None else state_ids, jnp.int32)
     carry = jnp.zeros_like(state_ids)
     return SamplingBatch(state_ids=state_ids, carry=carry, features=features, values=fields)

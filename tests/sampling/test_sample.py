@@ -11,6 +11,7 @@ from scipy import stats
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import adjust, allowed, gumbel_noise, sample
 from tests.sampling import oracle
 from tests.sampling.rows import (
@@ -358,3 +359,21 @@ class TestLogprobs:
                 kept = np.exp(wanted).sum()
                 assert kept == pytest.approx(1)
                 assert np.isneginf(wanted).any()
+
+    def test_a_given_token_is_taken_in_place_of_the_sampled_one_with_the_same_bits(self):
+        logits = random_logits(3, seed=3)
+        features = Features(draws=True, filters=True, logprobs=0, logprobs_modes=True)
+        params = [SamplingParams(seed=row, top_k=3, logprobs_mode="truncated") for row in range(3)]
+        positions = at(*range(3))
+        free = jit_sample(logits, batch_of(params, features), None, positions)
+        same = jit_sample(
+            logits, batch_of(params, features, given=free.tokens.tolist()), None, positions
+        )
+        np.testing.assert_array_equal(same.tokens, free.tokens)
+        np.testing.assert_array_equal(same.logprob, free.logprob)
+        least = np.asarray(logits).argmin(1).tolist()
+        given = [NO_TOKEN, least[1], least[2]]
+        other = jit_sample(logits, batch_of(params, features, given=given), None, positions)
+        assert other.tokens.tolist() == [int(free.tokens[0]), *least[1:]]
+        assert other.logprob[0] == free.logprob[0]
+        assert np.isneginf(other.logprob[1:]).all()

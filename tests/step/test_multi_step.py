@@ -9,6 +9,8 @@ import numpy as np
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.step.loop import NOWHERE
 from jaxkv.step.multi_step import decode_steps
 
@@ -48,8 +50,10 @@ def at(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-def written_by(starts, left, write_slots):
+def written_by(starts, left, write_slots, given=None):
     """Returns the slots after several decode steps; the first token of row r is 10 * r + 10."""
+    features = Features() if given is None else Features(logprobs=0)
+    values = {} if given is None else {"given": given}
     cache = Cache(
         arrays=(jnp.zeros(PAGES * PAGE, jnp.int32), jnp.zeros(ROWS, jnp.int32)),
         keys=((0, "k"), (1, "last_token")),
@@ -62,7 +66,9 @@ def written_by(starts, left, write_slots):
         seq_lens=starts + 1,
         paged=(tables,),
         states=(),
-        sampling=SamplingBatch(state_ids=at(0, 1, 2), carry=at(0, 0, 0)),
+        sampling=SamplingBatch(
+            state_ids=at(0, 1, 2), carry=at(0, 0, 0), values=values, features=features
+        ),
         decode=True,
     )
     cache, chosen = decode_steps(Scribe(), {}, cache, first, left, page_sizes=(PAGE,), steps=STEPS)
@@ -84,3 +90,12 @@ def test_a_token_that_lies_in_anothers_page_already_is_not_written_again():
     """A recurrent model computes the token for its states alone. Others may read the page, and would get other bits."""
     slots, _ = written_by(at(3, 3, 0), at(3, 2, 1), at(NOWHERE, 11, 16))
     assert slots[:8].tolist() == [0, 0, 0, 0, 12, 13, 0, 0]
+
+
+def test_each_step_takes_the_token_that_a_row_is_given_for_it():
+    given = at(7, 8, 9, 5, NO_TOKEN, NO_TOKEN, *[NO_TOKEN] * 3).reshape(3, 3)
+    slots, tokens = written_by(at(2, 3, 0), at(3, 2, 1), at(2, 11, 16), given)
+    assert tokens[:, 0].tolist() == [7, 8, 9]
+    assert tokens[:2, 1].tolist() == [5, 6]
+    assert slots[2:5].tolist() == [11, 8, 9]
+    assert slots[11:13].tolist() == [21, 6]
