@@ -84,6 +84,9 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
         left = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
         await left.arrivals()
         left.abort()
+        # Aborts of calls and samples that have ended, or never were, change nothing.
+        for number, sample in ((0, None), (0, 7), (10**6, None)):
+            client.end(number, sample, done=True)
         stats = await client.stats()
         assert stats["running"] == stats["waiting"] == 0
         assert all(group["used"] == 0 for group in stats["cache"])
