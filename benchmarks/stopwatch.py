@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ _QUEUED = 48
 
 
 class Stopwatch:
-    """Accumulates the host's seconds in chosen methods of an engine."""
+    """Accumulates the host's seconds in chosen methods of an engine.
 
-    def __init__(self) -> None:
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.seconds: dict[str, float] = {}
         self.calls: dict[str, int] = {}
 
@@ -28,11 +33,11 @@ class Stopwatch:
         inner = getattr(owner, method)
 
         def timed(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed through
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 return inner(*arguments, **options)
             finally:
-                self.seconds[label] += time.perf_counter() - start
+                self.seconds[label] += self._clock() - start
                 self.calls[label] += 1
 
         self.seconds[label], self.calls[label] = 0.0, 0

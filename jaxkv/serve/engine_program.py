@@ -32,7 +32,7 @@ from jaxkv.monitoring.inspection import draw
 from jaxkv.options import processor_functions
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
-from jaxkv.serve.served_sample import ServedSample
+from jaxkv.serve.served_sample import ServedSample, take_news
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.serve.wire import (
     Abort,
@@ -290,17 +290,8 @@ class EngineServer:
 
     def _deliver(self) -> None:
         """Sends the new tokens of all calls in one frame."""
-        new, ended = [], []
-        for call, samples in self._calls.items():
-            for index, sample in enumerate(samples):
-                if sample.has_news:
-                    new.append(sample.take(call, index))
-                    if sample.is_over and all(each.is_over for each in samples):
-                        ended.append(call)
-        for call in ended:
-            del self._calls[call]
-        if new:
-            self._sender.send(StepDone(new))
+        if news := take_news(self._calls):
+            self._sender.send(StepDone(news))
 
     # The watchdog's thread.
 

@@ -1,4 +1,4 @@
-"""`ServedSample`: a request in the engine, and how much of it the HTTP process has."""
+"""`ServedSample`: a request in the engine, and how much of it the HTTP process has; the news of all calls."""
 
 from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.request_state import RequestState
@@ -23,31 +23,48 @@ class ServedSample:
         self.is_over = False
         self._num_sent = state.prompt_tokens
 
-    @property
-    def has_news(self) -> bool:
-        """Whether it has new tokens or an end."""
-        state = self.state
-        is_new = len(state.tokens) > self._num_sent or state.reason is not None
-        return is_new and not self.is_over
-
-    def take(self, call: int, index: int) -> Tokens:
-        """Returns what is new, and counts it as sent.
+    def take(self, call: int, index: int) -> Tokens | None:
+        """Returns what is new, and counts it as sent; `None` if nothing is.
 
         Args:
             call: number of its call.
             index: its index in the call.
         """
         state, first = self.state, self._num_sent
-        ids = state.tokens[first:]
-        self._num_sent = first + len(ids)
+        tokens, reason = state.tokens, state.reason
+        count = len(tokens)
+        if (count == first and reason is None) or self.is_over:
+            return None
+        self._num_sent = count
         logprobs = None
-        if state.logprobs and ids:
+        if state.logprobs and count > first:
             logprobs = state.logprobs[first - state.prompt_tokens :]
         ended = None
-        if state.reason is not None:
+        if reason is not None:
             self.is_over = True
-            ended = _ended(state, state.reason)
-        return Tokens(call, index, ids, logprobs, ended)
+            ended = _ended(state, reason)
+        return Tokens(call, index, tokens[first:], logprobs, ended)
+
+
+def take_news(calls: dict[int, list[ServedSample]]) -> list[Tokens]:
+    """Returns what is new of all calls, and counts it as sent.
+
+    Args:
+        calls: number of a call -> its samples. A call whose samples all ended is removed.
+    """
+    found: list[Tokens] = []
+    over: list[int] = []
+    for call, samples in calls.items():
+        for index, sample in enumerate(samples):
+            news = sample.take(call, index)
+            if news is None:
+                continue
+            found.append(news)
+            if news.ended is not None and all(each.is_over for each in samples):
+                over.append(call)
+    for call in over:
+        del calls[call]
+    return found
 
 
 def _ended(state: RequestState, reason: str) -> Ended:
