@@ -227,9 +227,9 @@ class PageAllocator:
 
     def commit_all(self, num_tokens: Iterable[tuple[int, int]]) -> None:
         """Commits one step of many sequences, given as (sequence, tokens); see `commit`."""
-        recurrent = bool(self._groups.recurrent)
+        find, recurrent = self._held.get, bool(self._groups.recurrent)
         for seq, count in num_tokens:
-            held = self._held.get(seq)
+            held = find(seq)
             if held is None or recurrent or not held.computed < count <= held.writable:
                 self.commit(seq, count)
             else:
@@ -428,7 +428,11 @@ class PageAllocator:
 
     def pool(self, group_name: str) -> PagePool:
         """Returns the pool of a group. Only the prefix owner may change it, with `keep` and `release_kept`."""
-        return self._pools[self._layout.group(group_name).name]
+        pool = self._pools.get(group_name)
+        if pool is None:
+            self._layout.group(group_name)  # Raises and lists the groups.
+            raise AssertionError("every group has a pool")
+        return pool
 
     def held(self, seq: int) -> SequenceView:
         """Returns a read-only view of a sequence's pages and states, always current."""

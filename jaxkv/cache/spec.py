@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import ml_dtypes  # noqa: F401 - registers the numpy dtypes bfloat16, float8_e4m3fn and others
@@ -182,24 +183,26 @@ class Group:
     spec: PagedSpec | StateSpec
     layers: tuple[int, ...]
 
-    @property
+    # Cached, because the page allocator reads them for each page that a sequence takes.
+
+    @cached_property
     def unit(self) -> str:
         """What an id of its pool stands for: "page" or "state"."""
         return "page" if isinstance(self.spec, PagedSpec) else "state"
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """Whether a step updates its states in place."""
         return isinstance(self.spec, StateSpec) and self.spec.in_place
 
-    @property
+    @cached_property
     def page_size(self) -> int:
         """Tokens per page; raises `ValueError` for a group of states."""
         if not isinstance(self.spec, PagedSpec):
             raise ValueError(f"group {self.name!r} holds states, which have no page_size")
         return self.spec.page_size
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Tokens that a query sees, its own included; `None` for all tokens, and for a group of states."""
         return self.spec.window if isinstance(self.spec, PagedSpec) else None

@@ -76,7 +76,7 @@ class Collector:
         ended: list[Ended] = []
         now, reports = self._clock(), step.shape.features.logprobs is not None
         steps = [_StepTokens(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in sampled]
-        finite = steps[0].finite
+        finite, has_windows = steps[0].finite, self._allocator.has_windows
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
             sequence, start, count, emits, _ = part
             if sequence.epoch != epoch:
@@ -90,18 +90,19 @@ class Collector:
                 sequence.pending -= emits
                 sequence.note_weight_version(step.weight_version)
                 try:
-                    taken = _accept(sequence, index, steps[:emits], reports=reports)
+                    taken = _accept(sequence, index, steps, emits, reports=reports)
                 except STEP_FAILURES as error:
                     ended.append((sequence, error))
                     continue
-                # Steps after its last token computed tokens that are not part of the text.
-                sequence.collected -= emits - taken
                 if sequence.started is None and taken:
                     sequence.started = now
-                if taken < emits and sequence.reason is None:
-                    sequence.tainted = True
-                    ended.append((sequence, None))
-                    continue
+                if taken < emits:
+                    # Steps after its last token computed tokens that are not part of the text.
+                    sequence.collected -= emits - taken
+                    if sequence.reason is None:
+                        sequence.tainted = True
+                        ended.append((sequence, None))
+                        continue
             if sequence.keys is not None and sequence.collected >= sequence.publishes_at:
                 self._publish(sequence)
             if self._state_checkpoints is not None:
@@ -111,7 +112,7 @@ class Collector:
                     self._state_checkpoints.keep_end_of_request(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, self._read_experts(sequence)))
-            elif self._allocator.has_windows:
+            elif has_windows:
                 # Last, because the prefix index and the checkpoints above take references to these pages.
                 self._allocator.free_out_of_window(sequence.number, sequence.collected)
         return ended
@@ -141,14 +142,18 @@ class Collector:
 
 
 def _accept(
-    sequence: RequestState, index: int, steps: Sequence[_StepTokens], *, reports: bool
+    sequence: RequestState, index: int, steps: Sequence[_StepTokens], most: int, *, reports: bool
 ) -> int:
-    """Appends a row's tokens up to the end of the request or to logits that are not finite; returns how many."""
-    for taken, (rows, tokens, finite) in enumerate(steps):
+    """Appends a row's tokens of the first `most` steps; returns how many.
+
+    It stops at the end of the request, and before logits that are not finite.
+    """
+    for taken in range(most):
+        rows, tokens, finite = steps[taken]
         if (taken and sequence.reason is not None) or not finite[index]:
             return taken
         token = tokens[index]
         sequence.accept(
             token, requested_logprobs(sequence, token, index, rows) if reports else None
         )
-    return len(steps)
+    return most

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part, first_step
+from jaxkv.engine.step_plan import Part, columns_of, first_step
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs, unpack_sampled
@@ -65,11 +65,39 @@ def step_rows_of(
         shape: the spec of its program.
         pending_checkpoints: the pending state checkpoints that the step writes.
     """
-    left: list[int] = []
-    emits = [part.emits for part in parts]
+    left: Sequence[int] = ()
     if shape.steps > 1:
         left = [part.count for part in parts]
         parts = [first_step(part) for part in parts]
+    sequences, starts, counts, emits, carry = columns_of(parts)
+    generated: list[int] = []
+    if shape.features.min_tokens:
+        generated = [sequence.generated + sequence.pending for sequence in sequences]
+    masks: list[np.ndarray | None] = []
+    if shape.features.grammar:
+        constraints = [sequence.constraint for sequence in sequences]
+        masks = [None if one is None else one.mask for one in constraints]
+    given: list[tuple[int, ...]] = []
+    if shape.features.logprobs is not None and any(one.request.given for one in sequences):
+        given = [_given(*pair) for pair in zip(sequences, left or emits, strict=True)]
+    return StepRows(
+        sequences=[sequence.number for sequence in sequences],
+        tokens=[0] * len(parts) if all(carry) else _new_tokens(parts),
+        lens=counts,
+        starts=starts,
+        emits=[one > 0 for one in emits],
+        carry=carry,
+        generated=generated,
+        sampling=[sequence.request for sequence in sequences],
+        pending_checkpoints=pending_checkpoints,
+        left=left,
+        masks=masks,
+        given=given,
+    )
+
+
+def _new_tokens(parts: Sequence[Part]) -> list[int]:
+    """Returns the new token ids of all parts, one after the other."""
     tokens: list[int] = []
     for sequence, start, count, _, carry in parts:
         if carry:
@@ -78,36 +106,13 @@ def step_rows_of(
             tokens.append(sequence.tokens[start])
         else:
             tokens += sequence.tokens[start : start + count]
-    generated: list[int] = []
-    if shape.features.min_tokens:
-        generated = [part.sequence.generated + part.sequence.pending for part in parts]
-    masks: list[np.ndarray | None] = []
-    if shape.features.grammar:
-        constraints = [part.sequence.constraint for part in parts]
-        masks = [None if one is None else one.mask for one in constraints]
-    given: list[tuple[int, ...]] = []
-    if shape.features.logprobs is not None and any(part.sequence.request.given for part in parts):
-        given = [_given(part, steps) for part, steps in zip(parts, emits, strict=True)]
-    return StepRows(
-        sequences=[part.sequence.number for part in parts],
-        tokens=tokens,
-        lens=[part.count for part in parts],
-        starts=[part.start for part in parts],
-        emits=[part.emits > 0 for part in parts],
-        carry=[part.carry for part in parts],
-        generated=generated,
-        sampling=[part.sequence.request for part in parts],
-        pending_checkpoints=pending_checkpoints,
-        left=left,
-        masks=masks,
-        given=given,
-    )
+    return tokens
 
 
-def _given(part: Part, steps: int) -> tuple[int, ...]:
+def _given(sequence: RequestState, steps: int) -> tuple[int, ...]:
     """Returns the tokens that a request takes in the next `steps` steps; empty if it samples them."""
-    known = part.sequence.generated + part.sequence.pending
-    return part.sequence.request.given[known : known + steps]
+    known = sequence.generated + sequence.pending
+    return sequence.request.given[known : known + steps]
 
 
 def requested_logprobs(

@@ -171,7 +171,7 @@ class RequestState:
     def remaining(self) -> int:
         """Tokens left to compute; 0 if the request can only wait."""
         known = len(self.tokens) + self.pending
-        if known >= self.longest or self.awaits_mask:
+        if known >= self.longest or (self.constraint is not None and self.awaits_mask):
             return 0
         return (self.prompt_tokens - 1 if self.other_samples else known) - self.computed
 
@@ -227,7 +227,11 @@ class RequestState:
         if logprobs is not None:
             self.logprobs.append(logprobs)
         self.tokens.append(token)
-        self.reason = self.stop_reason()
+        # Most tokens end nothing, which is decided without a further call.
+        request = self.request
+        may_end = token in request.stop_ids or len(self.tokens) == self.longest
+        if may_end or request.given or self.constraint is not None:
+            self.reason = self.stop_reason()
         if self.stream is None and self.pieces is None:
             return
         text = self._push(token)

@@ -12,7 +12,15 @@ from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
 from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_queues import RequestQueues
 from jaxkv.engine.request_state import FINISHED, RUNNING, RequestState
-from jaxkv.engine.step_plan import Part, StepPlan, align, extended, part_of, trim
+from jaxkv.engine.step_plan import (
+    Part,
+    StepPlan,
+    align,
+    extended,
+    next_decode_part,
+    part_of,
+    trim,
+)
 from jaxkv.errors import OutOfPages, OutOfStates
 
 
@@ -146,10 +154,9 @@ class Scheduler:
             rows, chunks = self._reserve_running(self._next_steps.pop(0))
         else:
             rows, chunks = self._plan_all()
-        counts = self._token_counts(rows, chunks) + [
-            (sequence, 0) for sequence in self._sample_only
-        ]
-        parts = [part_of(sequence, count) for sequence, count in counts]
+        rows, wanted = self._divide_budget(rows, chunks)
+        wanted += [(sequence, 0) for sequence in self._sample_only]
+        parts = rows + [part_of(sequence, count) for sequence, count in wanted]
         steps = 1
         if self.most_steps > 1 and not (forced or self.waiting) and self._reserve_steps(parts):
             steps = self.most_steps
@@ -202,10 +209,10 @@ class Scheduler:
         self._sample_only: list[RequestState] = []
         self.shortage = None
 
-    def _plan_all(self) -> tuple[list[RequestState], list[RequestState]]:
+    def _plan_all(self) -> tuple[list[Part], list[RequestState]]:
         """Starts other samples and admits waiting requests; returns rows and chunks as `_reserve_running` does."""
         self._parallel_samples.start(self._max_rows)
-        rows, chunks = self._reserve_running(list(self.running))
+        rows, chunks = self._reserve_running(list(self._queues.running))
         decode_only, self._decode_next = self._decode_next and bool(rows), False
         if decode_only:
             return rows, []
@@ -215,29 +222,42 @@ class Scheduler:
 
     def _reserve_running(
         self, candidates: list[RequestState]
-    ) -> tuple[list[RequestState], list[RequestState]]:
-        """Reserves pages for running requests; returns those with one token to compute, and those with more.
+    ) -> tuple[list[Part], list[RequestState]]:
+        """Reserves pages for running requests; returns parts of one token, and the requests with more to compute.
 
         Requests whose tokens are all computed are added to `_sample_only`.
         """
-        rows, chunks = [], []
+        rows: list[Part] = []
+        chunks: list[RequestState] = []
         for sequence in candidates:
+            # Most steps find pages reserved: reservations are rounded up to whole pages.
+            part = next_decode_part(sequence)
+            if part is not None:
+                rows.append(part)
+                continue
             remaining = sequence.remaining if sequence.status == RUNNING else 0
             if remaining == 0:
                 if sequence.status == RUNNING and sequence.is_computed:
                     self._sample_only.append(sequence)
                 continue
-            # Most steps find pages reserved: reservations are rounded up to whole pages.
             wanted = remaining if self._stride is None else min(remaining, self._stride)
             if sequence.computed + wanted <= sequence.writable or self._make_room(sequence):
-                (rows if remaining == 1 else chunks).append(sequence)
+                if remaining == 1:
+                    rows.append(part_of(sequence, 1))
+                else:
+                    chunks.append(sequence)
         return rows, chunks
 
-    def _token_counts(
-        self, rows: list[RequestState], chunks: list[RequestState]
-    ) -> list[tuple[RequestState, int]]:
-        """Divides the token budget: one token per decode row, then prefill chunks in order, cut to fill a bucket."""
-        left, wanted = self._budget - len(rows), []
+    def _divide_budget(
+        self, rows: list[Part], chunks: list[RequestState]
+    ) -> tuple[list[Part], list[tuple[RequestState, int]]]:
+        """Divides the token budget: one token per decode row, then prefill chunks in order, cut to fill a bucket.
+
+        Returns:
+            The decode rows of this step: all or none. The tokens of each prefill chunk.
+        """
+        left = self._budget - len(rows)
+        wanted: list[tuple[RequestState, int]] = []
         # A whole prompt that does not fit beside the decode rows gets this step; the next one decodes.
         if self._whole and chunks and self._chunk_tokens(chunks[0]) > left:
             self._decode_next, rows = bool(rows), []
@@ -249,8 +269,8 @@ class Scheduler:
             if count:
                 wanted.append((sequence, count))
             left -= count
-        total = sum(count for _, count in wanted)
-        if not self._whole and any(count > 1 for _, count in wanted):
+        total = sum([count for _, count in wanted])
+        if wanted and not self._whole and any(count > 1 for _, count in wanted):
             fits = self._fill(len(rows) + 1, len(rows) + total)
             if fits is None:
                 # No bucket holds both without much padding: this step prefills, the next one decodes.
@@ -260,7 +280,7 @@ class Scheduler:
             before = list(wanted)
             trim(wanted, len(rows) + total - fits)
             align(wanted, before, self._chunk_size)
-        return [(sequence, 1) for sequence in rows] + wanted
+        return rows, wanted
 
     def _chunk_tokens(self, sequence: RequestState) -> int:
         """Returns how many tokens a request could take in this step.

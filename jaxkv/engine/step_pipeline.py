@@ -19,7 +19,7 @@ from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints
-from jaxkv.engine.step_plan import Part, StepPlan, first_step
+from jaxkv.engine.step_plan import Part, StepPlan, columns_of, first_step
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.sampled_rows import SampledRows
@@ -97,24 +97,25 @@ class StepPipeline:
             CachePoisoned: the cache is lost.
             STEP_FAILURES: the step could not be dispatched, for another reason than its size.
         """
-        for sequence, error in prepare(self._sequence_runner, plan):
+        parts: Sequence[Part] = plan.parts
+        failures = prepare(self._sequence_runner, plan)
+        for sequence, error in failures:
             self._finisher.requeue_once(sequence, error)
-        parts = [part for part in plan.parts if part.sequence.status == RUNNING]
+        if failures:
+            parts = [part for part in parts if part.sequence.status == RUNNING]
         if parts:
             self._dispatch(parts, plan.steps)
 
     def shape(self, parts: Sequence[Part]) -> StepSpec:
         """Returns the spec of the program that runs one step of these parts."""
-        total = max(part.sequence.reserved for part in parts)
-        features = union([part.sequence.features for part in parts])
-        new_tokens = sum(part.count for part in parts)
+        sequences, starts, counts, _, _ = columns_of(parts)
         needed = self._shapes.choose(
             len(parts),
-            new_tokens,
-            features,
-            total_tokens=total,
-            mixed=any(part.count == 0 for part in parts),
-            fresh=not any(part.start for part in parts),
+            sum(counts),
+            union([sequence.features for sequence in sequences]),
+            total_tokens=max([sequence.reserved for sequence in sequences]),
+            mixed=0 in counts,
+            fresh=not any(starts),
         )
         fitting = self._runner.fit(needed)
         # If the compiled program ran out of memory, a smaller one is compiled instead.
@@ -122,7 +123,7 @@ class StepPipeline:
             return needed
         return fitting
 
-    def _dispatch(self, planned: list[Part], steps: int) -> None:
+    def _dispatch(self, planned: Sequence[Part], steps: int) -> None:
         """Sends the parts as several steps in one program, as one step, or as the largest step that is not avoided.
 
         Parts that are left out run in the next step. A request for which even the smallest step is avoided fails.
@@ -187,7 +188,7 @@ class StepPipeline:
             raise
         return InFlightStep(
             parts=tuple(parts),
-            epochs=tuple(part.sequence.epoch for part in parts),
+            epochs=tuple([part.sequence.epoch for part in parts]),
             shape=shape,
             out=out,
             weight_version=self._runner.weight_version,

@@ -71,13 +71,14 @@ class Packer:
         fields["cu_q_lens"][: count + 1] = bounds
         fields["seq_lens"][:count] = seq_lens
         fields["carry"][:count] = rows.carry
-        np.copyto(fields["sampling_states"][:count], entries, where=rows.emits, casting="same_kind")
+        emits = np.asarray(rows.emits, bool)
+        np.copyto(fields["sampling_states"][:count], entries, where=emits, casting="same_kind")
         last_lens = seq_lens
         if shape.steps > 1:
             fields["left"][:count] = rows.left
             last_lens = seq_lens + _ints(rows.left) - 1
         for group in self._paged:
-            self._fill_pages(group, fields, rows, entries, owner, positions, last_lens)
+            self._fill_pages(group, fields, rows, starts, entries, owner, positions, last_lens)
         self._fill_states(fields, rows, allocator, bounds)
         self._fill_sampling(fields | float_places.split(floats), rows, entries)
         return ints, floats
@@ -130,6 +131,7 @@ class Packer:
         group: Group,
         fields: Mapping[str, np.ndarray],
         rows: StepRows,
+        starts: np.ndarray,
         entries: np.ndarray,
         owner: np.ndarray,
         positions: np.ndarray,
@@ -143,6 +145,7 @@ class Packer:
             group: the paged group.
             fields: the int32 fields.
             rows: the rows.
+            starts: per row, the position of its first new token.
             entries: per row, its index in the row table.
             owner: per new token, its row.
             positions: per new token, its position.
@@ -168,7 +171,7 @@ class Packer:
                 f"sequence {rows.sequences[row]} has {pages[row]} pages of {size} tokens in "
                 f"{name}, which do not hold {seq_lens[row]} tokens; reserve pages first"
             )
-        lost = np.less(rows.starts, self._row_table.first[name][entries])
+        lost = starts < self._row_table.first[name][entries]
         if lost.any():
             row = int(lost.argmax())
             raise ValueError(

@@ -5,6 +5,7 @@ its sequence first runs and when its pages have changed. vLLM calls the same ide
 """
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 
 import numpy as np
 
@@ -37,6 +38,11 @@ class RowTable:
         self._owners: list[SequenceView | None] = [None] * entries
         self._changes = [0] * entries
         self._params: list[object] = [None] * entries
+        # The views, sampling parameters, changes and entries of the last call of `update`.
+        self._last_held: list[SequenceView] = []
+        self._last_sampling: Sequence[RequestSampling] = ()
+        self._last_changes: list[int] = []
+        self._last_entries = np.zeros(0, np.int64)
         self.tables: dict[str, np.ndarray] = {
             name: np.zeros((entries, _FEWEST_PAGES), np.int32) for name in names
         }
@@ -54,7 +60,9 @@ class RowTable:
         sampling: Sequence[RequestSampling],
         allocator: PageAllocator,
     ) -> np.ndarray:
-        """Updates the rows of some sequences; returns the indices of the rows, int64.
+        """Updates the rows of some sequences; returns the indices of the rows, int64, which the caller must not change.
+
+        If the sequences are those of the last call, only rows whose pages have changed since are looked at.
 
         Args:
             sequences: their numbers in the allocator.
@@ -64,16 +72,32 @@ class RowTable:
         Raises:
             ValueError: a sequence is not open, has reserved no pages, or has more stop ids than fit.
         """
-        owners, changes, seen = self._owners, self._changes, self._params
         all_held = allocator.held_by(sequences)
-        entries = [held.states["sampling"].write for held in all_held]
-        for entry, held, request in zip(entries, all_held, sampling, strict=True):
-            known = owners[entry] is held and seen[entry] is request.params
-            if not known or changes[entry] != held.changes:
-                self._write(entry, held, request)
-        if 0 in entries:
-            allocator.states(sequences[entries.index(0)], "sampling")  # Raises: it has no entry.
-        return np.asarray(entries, np.int64)
+        changes = [held.changes for held in all_held]
+        due: Sequence[int] = range(len(all_held))
+        entries = np.zeros(len(all_held), np.int64)
+        if all_held == self._last_held and all(map(is_, sampling, self._last_sampling)):
+            if changes == self._last_changes:
+                return self._last_entries
+            both = zip(changes, self._last_changes, strict=True)
+            due = [row for row, (now, before) in enumerate(both) if now != before]
+            entries = self._last_entries.copy()
+        self._last_held = []  # An interrupted update is followed by a complete one.
+        for row in due:
+            entries[row] = self._update_row(all_held[row], sampling[row])
+            if not entries[row]:
+                allocator.states(sequences[row], "sampling")  # Raises: it has no entry.
+        self._last_sampling, self._last_changes = sampling, changes
+        self._last_held, self._last_entries = all_held, entries
+        return entries
+
+    def _update_row(self, held: SequenceView, request: RequestSampling) -> int:
+        """Writes the row of a sequence unless it is current, and returns its index."""
+        entry = held.states["sampling"].write
+        known = self._owners[entry] is held and self._params[entry] is request.params
+        if not known or self._changes[entry] != held.changes:
+            self._write(entry, held, request)
+        return entry
 
     def _write(self, entry: int, held: SequenceView, request: RequestSampling) -> None:
         known = self._owners[entry] is held and self._params[entry] is request.params
