@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from torch_bridge.graphs.forward import OwnForward
+from torch_bridge.own_forward import OwnForward
 from torch_bridge.transformers_cache.step import active
 
 IS_ON = True

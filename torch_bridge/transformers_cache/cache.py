@@ -25,8 +25,8 @@ from pallas_kernels.dispatch import Unsupported
 from torch_bridge.fused.checked import why_not_fused
 from torch_bridge.fused.install import install as install_fused
 from torch_bridge.graphs.decode_graphs import DecodeGraphs
-from torch_bridge.graphs.forward import install
 from torch_bridge.graphs.recorder import recorder_for
+from torch_bridge.graphs.replayed_forward import install
 from torch_bridge.transformers_cache.attention import attends_pages
 from torch_bridge.transformers_cache.cache_layers import Running, layers_of
 from torch_bridge.transformers_cache.forward_call import ForwardCall

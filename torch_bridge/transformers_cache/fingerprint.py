@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torch_bridge.graphs.forward import OwnForward
+from torch_bridge.own_forward import OwnForward
 from torch_bridge.transformers_cache.checksum import checksums
 from torch_bridge.transformers_cache.watch import Hook
 

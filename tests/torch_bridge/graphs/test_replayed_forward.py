@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.torch_bridge.tiny import prompts, tiny_model
-from torch_bridge.graphs.forward import ReplayedForward, install
+from torch_bridge.graphs.replayed_forward import ReplayedForward, install
 from torch_bridge.transformers_cache.fingerprint import fingerprint, structure
 
 pytestmark = pytest.mark.torch
