@@ -16,21 +16,27 @@ class Transport:
         return ("close",) in self.done
 
 
-def test_bytes_of_one_turn_are_sent_by_one_write_and_before_the_end():
+def test_a_status_is_sent_with_what_follows_in_its_turn_and_else_alone():
+    status = b"HTTP/1.1 200 OK\r\n\r\n"
+
     async def run():
         inner = Transport()
         transport = LingeringTransport(inner, Lingering(1, 1.0), lambda: False)
-        transport.write(b"status, ")
-        transport.write(b"first event")
+        transport.write(status)
         assert inner.done == []
+        transport.write(b"first event")
+        assert inner.done == [("write", status + b"first event")]
+        transport.write(b"second event")
+        assert inner.done[1:] == [("write", b"second event")]
+        transport.write(status)
         await asyncio.sleep(0)
-        assert inner.done == [("write", b"status, first event")]
-        transport.write(b"last event")
+        assert inner.done[2:] == [("write", status)]
+        transport.write(status)
         transport.close()
-        assert inner.done[1:] == [("write", b"last event"), ("close",)]
+        assert inner.done[3:] == [("write", status), ("close",)]
         transport.write(b"too late")
         await asyncio.sleep(0)
-        assert len(inner.done) == 3
+        assert len(inner.done) == 5
 
     asyncio.run(run())
 
@@ -39,9 +45,9 @@ def test_bytes_are_sent_before_a_connection_lingers():
     async def run():
         inner = Transport()
         transport = LingeringTransport(inner, Lingering(1, 1.0), lambda: True)
-        transport.write(b"refused")
+        transport.write(b"HTTP/1.1 408")
         transport.close()
-        assert inner.done == [("write", b"refused"), ("write_eof",), ("resume_reading",)]
+        assert inner.done == [("write", b"HTTP/1.1 408"), ("write_eof",), ("resume_reading",)]
         transport.close()
         assert inner.done[3:] == [("close",)]
 
