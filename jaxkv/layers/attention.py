@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles
@@ -47,7 +48,7 @@ class AttentionSizes:
 
 
 def attention(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"] | Normed,
     batch: StepBatch,
@@ -88,7 +89,7 @@ def attention(
 
 
 def attend_projected(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     qkv: Float[Array, "tokens qkv_size"],
     batch: StepBatch,

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import DeltaConfig
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
 from jaxkv.layers.recurrence import convolve, recur
@@ -14,7 +15,7 @@ from pallas_kernels import delta_scan, delta_update
 
 
 def gated_delta_mixer(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     batch: StepBatch,

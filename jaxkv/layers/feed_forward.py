@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv.layers.adapted import Adapted, LayerParams
 from jaxkv.layers.linear import Joining, Normed, linear, matmul, scaled
+from pallas_kernels.skinny_matmul.api import MOST_ROWS
 
 
 def _squared_relu(x: Array) -> Array:
@@ -24,7 +26,7 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def gated_feed_forward(
-    params: Mapping[str, Array],
+    params: LayerParams,
     x: Float[Array, "tokens hidden_size"] | Normed,
     *,
     activation: str,
@@ -48,13 +50,13 @@ def gated_feed_forward(
     """
     if implementation != "xla" or joining is not None or isinstance(x, Normed):
         run = partial(matmul, implementation=implementation)
-        inner = run(
+        inner = _gated_product(
             params["gate_up"],
             x,
-            bias=params.get("gate_up_bias"),
+            params.get("gate_up_bias"),
             activation=activation,
-            gated=True,
             gate_multiplier=gate_multiplier,
+            implementation=implementation,
         )
         return run(params["down"], inner, bias=params.get("down_bias"), joining=joining)
     gate_up = linear(params["gate_up"], x, params.get("gate_up_bias"))
@@ -62,8 +64,29 @@ def gated_feed_forward(
     return linear(params["down"], inner, params.get("down_bias"))
 
 
+def _gated_product(
+    weight: Float[Array, "gate_and_up hidden_size"] | Adapted,
+    x: Float[Array, "tokens hidden_size"] | Normed,
+    bias: Float[Array, " gate_and_up"] | None,
+    *,
+    activation: str,
+    gate_multiplier: float,
+    implementation: str | None,
+) -> Float[Array, "tokens ffn"]:
+    """Returns `activation(gate(x)) * up(x)`, by one kernel unless adapters are added in between."""
+    run = partial(matmul, bias=bias, implementation=implementation)
+    fused = partial(run, activation=activation, gated=True, gate_multiplier=gate_multiplier)
+    if not isinstance(weight, Adapted):
+        return fused(weight, x)
+    inner = gate(run(weight, x), activation=activation, gate_multiplier=gate_multiplier)
+    if inner.shape[0] > MOST_ROWS:
+        return inner
+    # Our kernel rounds once, at the end. Tokens without an adapter keep its bits, for a second pass over the weight.
+    return weight.chosen(inner, fused(weight.weight, x))
+
+
 def plain_feed_forward(
-    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], *, activation: str
+    params: LayerParams, x: Float[Array, "tokens hidden_size"], *, activation: str
 ) -> Float[Array, "tokens hidden_size"]:
     """Computes `down(activation(up(x)))`.
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.config.blocks import LatentConfig
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rotate, rotate_pairs
@@ -26,7 +27,7 @@ _LARGEST_PAGE, _SMALLEST_PAGE = 64, 8
 
 
 def latent_mixer(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     batch: StepBatch,
@@ -76,7 +77,7 @@ def latent_mixer(
 
 
 def project_latent(
-    params: Mapping[str, Array],
+    params: LayerParams,
     x: Float[Array, "tokens hidden_size"],
     angles: Angles,
     *,
@@ -107,7 +108,7 @@ def project_latent(
 
 
 def absorb(
-    params: Mapping[str, Array],
+    params: LayerParams,
     q: Float[Array, "tokens heads query_dim"],
     latent: LatentConfig,
 ) -> Float[Array, "tokens heads stored"]:
@@ -117,14 +118,14 @@ def absorb(
 
 
 def raise_values(
-    params: Mapping[str, Array], mixed: Float[Array, "tokens heads kv_lora_rank"]
+    params: LayerParams, mixed: Float[Array, "tokens heads kv_lora_rank"]
 ) -> Float[Array, "tokens heads value_dim"]:
     """Expands mixed latents to values."""
     return _per_head(mixed, params["v_up"], contract=2)
 
 
 def attend_absorbed(
-    params: Mapping[str, Array],
+    params: LayerParams,
     q: Float[Array, "tokens heads query_dim"],
     pages: Float[Array, "pages page_size 1 stored"],
     batch: StepBatch,
@@ -149,7 +150,7 @@ def attend_absorbed(
 
 
 def attend_expanded(
-    params: Mapping[str, Array],
+    params: LayerParams,
     q: Float[Array, "tokens heads query_dim"],
     key: Float[Array, "tokens stored"],
     batch: StepBatch,

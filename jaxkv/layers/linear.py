@@ -1,11 +1,13 @@
 """Projections by weights in Hugging Face's [out, in] orientation, without transposing or converting them."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv.layers.adapted import Adapted
 from pallas_kernels import skinny_matmul
 from pallas_kernels.families import member
 from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
@@ -21,6 +23,14 @@ class Normed(NamedTuple):
 
     rows: Weighed
     eps: float
+
+    @property
+    def divided(self) -> Float[Array, "tokens width"]:
+        """The hidden states after the whole norm, for a product that does not compute the division itself."""
+        wide = self.rows.weighed.astype(jnp.float32)
+        mean_square = jnp.sum(self.rows.squares, axis=0) / wide.shape[1]
+        scale = jax.lax.rsqrt(mean_square + self.eps)
+        return (wide * scale[:, None]).astype(self.rows.weighed.dtype)
 
 
 class Joining(NamedTuple):
@@ -38,13 +48,13 @@ class Joining(NamedTuple):
 
 
 def linear(
-    weight: Float[Array, "out in"],
+    weight: Float[Array, "out in"] | Adapted,
     x: Float[Array, "tokens in"],
     bias: Float[Array, " out"] | None = None,
     *,
     implementation: str | None = "xla",
 ) -> Float[Array, "tokens out"]:
-    """Computes `x @ weight.T + bias` in the weight's dtype, accumulated in float32.
+    """Computes `x @ weight.T + bias` in the weight's dtype, accumulated in float32; adapters' products are added.
 
     With another `implementation` than "xla", products of few tokens run on our kernel.
     """
@@ -60,7 +70,7 @@ def joins_norms(implementation: str | None, tokens: int) -> bool:
 
 
 def matmul(
-    weight: Float[Array, "weights in"],
+    weight: Float[Array, "weights in"] | Adapted,
     x: Float[Array, "tokens in"] | Normed,
     *,
     bias: Float[Array, " weights"] | None = None,
@@ -74,7 +84,8 @@ def matmul(
     """Projects with the fused operations of `skinny_matmul`: norm before it, activation and residual after it.
 
     Args:
-        weight: weight of the projection; gate and up rows if `gated`.
+        weight: weight of the projection; gate and up rows if `gated`. An `Adapted` allows neither `gated` nor an
+            activation, because the adapters' products come before these.
         x: the input, `Normed` if the division of a norm is to be fused.
         bias: bias of the projection.
         joining: residual stream to add to, and the next norm.
@@ -87,6 +98,16 @@ def matmul(
     Returns:
         The output, its sum with the residual stream, or a `Weighed` if `joining` has the next norm's weights.
     """
+    if isinstance(weight, Adapted):
+        assert activation is None, "an adapter's product is added before the activation"
+        assert not gated, "an adapter's product is added before the gate"
+        run = partial(matmul, weight.weight, x, bias=bias, result=result)
+        rows = x.divided if isinstance(x, Normed) else x
+        if joining is None:
+            return weight.added_to(run(implementation=implementation), rows)
+        # The projection's result is weighed for the next norm in the same kernel, so the adapters' come before it.
+        joining = joining._replace(hidden=weight.added_to(joining.hidden, rows))
+        return run(joining=joining, implementation=implementation)
     norm, added = {}, {}
     if isinstance(x, Normed):
         norm = {"squares": x.rows.squares, "norm_eps": x.eps}
@@ -112,7 +133,7 @@ def matmul(
 
 
 def project(
-    weight: Float[Array, "out in"],
+    weight: Float[Array, "out in"] | Adapted,
     x: Float[Array, "tokens in"],
     *,
     result: jnp.dtype | type | None = None,
@@ -121,6 +142,8 @@ def project(
 
     Products of float32 weights are exact float32: on NVIDIA GPUs the default would round the inputs to TF32.
     """
+    if isinstance(weight, Adapted):
+        return weight.added_to(project(weight.weight, x, result=result), x)
     exact = weight.dtype == jnp.float32
     return jax.lax.dot_general(
         x,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import MambaConfig
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
 from jaxkv.layers.recurrence import convolve, recur
@@ -16,7 +17,7 @@ from pallas_kernels import ssd_scan, ssd_update
 
 
 def mamba2_mixer(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     batch: StepBatch,
@@ -77,7 +78,7 @@ def mamba2_mixer(
 
 
 def _gate(
-    params: Mapping[str, Array],
+    params: LayerParams,
     mixed: Float[Array, "tokens d_inner"],
     gate: Float[Array, "tokens d_inner"],
     mamba: MambaConfig,

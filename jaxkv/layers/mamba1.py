@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import Mamba1Config
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.recurrence import convolve, recur
@@ -15,7 +16,7 @@ from pallas_kernels import selective_scan, selective_update
 
 
 def mamba1_mixer(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     batch: StepBatch,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.config.blocks import MixtureConfig
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul
@@ -25,7 +26,7 @@ _MOST_INNER = 2**26
 
 
 def mixture_of_experts(
-    params: Mapping[str, Array],
+    params: LayerParams,
     x: Float[Array, "tokens hidden_size"],
     *,
     mixture: MixtureConfig,
@@ -101,7 +102,7 @@ def grouped_for(
 
 
 def route(
-    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], *, mixture: MixtureConfig
+    params: LayerParams, x: Float[Array, "tokens hidden_size"], *, mixture: MixtureConfig
 ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
     """Returns the experts that each token's router chooses, best first, and their weights.
 
@@ -144,7 +145,7 @@ def _within_best_groups(
 
 
 def _run_sorted(
-    params: Mapping[str, Array],
+    params: LayerParams,
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
@@ -186,7 +187,7 @@ def _run_sorted(
 
 
 def _run_gathered(
-    params: Mapping[str, Array],
+    params: LayerParams,
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
@@ -213,7 +214,7 @@ def _run_gathered(
 
 
 def _run_all(
-    params: Mapping[str, Array],
+    params: LayerParams,
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],

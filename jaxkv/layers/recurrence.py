@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
+from jaxkv.layers.adapted import LayerParams
 from pallas_kernels import causal_conv
 from pallas_kernels.families import member
 
 
 def convolve(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     inputs: Float[Array, "tokens wide"],
     batch: StepBatch,

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import StateTables, StepBatch
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.recurrence import convolve
 
 
 def short_conv_mixer(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     batch: StepBatch,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.config.blocks import IndexConfig, LatentConfig
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.latent import absorb, attend_expanded, project_latent, raise_values
 from jaxkv.layers.linear import linear, project
 from jaxkv.layers.norm import layer_norm
@@ -24,7 +25,7 @@ _NORM_EPS = 1e-6
 
 
 def sparse_latent_mixer(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     batch: StepBatch,
@@ -137,7 +138,7 @@ def _as_compared(
 
 
 def _head_weights(
-    params: Mapping[str, Array], x: Float[Array, "tokens hidden_size"], index: IndexConfig
+    params: LayerParams, x: Float[Array, "tokens hidden_size"], index: IndexConfig
 ) -> Float[Array, "tokens index_heads"]:
     """Returns the float32 weight of each index head's scores, with the constant factors included."""
     weights = project(params["index_weights"], x.astype(jnp.float32), result=jnp.float32)

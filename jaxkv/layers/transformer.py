@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.attention import AttentionSizes, attend_projected
 from jaxkv.layers.feed_forward import gate
 from jaxkv.layers.linear import linear
@@ -15,7 +16,7 @@ from jaxkv.layers.rope import Angles
 
 
 def transformer_block(
-    params: Mapping[str, Array],
+    params: LayerParams,
     layer_cache: Mapping[str, Array],
     x: Float[Array, "tokens hidden_size"],
     embeddings: Float[Array, "tokens hidden_size"],

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.config.model import ModelConfig
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed
 from jaxkv.layers.rope import Angles
 
@@ -28,12 +29,15 @@ class Leaf(NamedTuple):
         is_scale: whether it is the weight of a norm or the like, which is initialised to ones; others are random.
         dtype: its dtype name; `None` for the model's dtype.
         is_shared: whether layers use the array of their owner (`ModelConfig.owners`); otherwise each has its own.
+        adapts: whether requests may add low-rank adapters to it (`jaxkv.layers.adapted`): a matrix [out, in] that the
+            block uses in `linear` or `matmul` of `jaxkv.layers.linear` alone, with a row of `x` for each token.
     """
 
     shape: tuple[int, ...]
     is_scale: bool = False
     dtype: str | None = None
     is_shared: bool = False
+    adapts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class BlockInputs:
 
     config: ModelConfig
     layer: int
-    params: Mapping[str, Array]
+    params: LayerParams
     x: Float[Array, "tokens hidden_size"] | Normed
     batch: StepBatch
     angles: Angles

@@ -21,6 +21,7 @@ from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.cache.variants import routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
+from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
@@ -139,6 +140,17 @@ class Decoder:
         """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without computing it."""
         return jax.eval_shape(lambda: self.init_params(jax.random.key(0), dtype))
 
+    def adapted_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns dotted path -> shape [out, in] of each parameter that requests may add adapters to."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            self._leaves(), is_leaf=lambda node: isinstance(node, Leaf)
+        )
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+            for path, leaf in leaves
+            if leaf.adapts
+        }
+
     def forward(
         self, params: Params, cache: Cache, batch: StepBatch
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
@@ -230,7 +242,7 @@ class Decoder:
         written = pages.at[page, place].set(stored, mode="drop", unique_indices=True)
         return cache.with_layer(layer, {"experts": written})
 
-    def _weights(self, params: Params, layer: int) -> dict[str, Array]:
+    def _weights(self, params: Params, layer: int) -> LayerParams:
         """Returns a layer's parameters by name, those that its owner stores included."""
         layers = params["layers"]
         # Layers with the same owner have parameters of the same names, so only shared ones of the owner are left.

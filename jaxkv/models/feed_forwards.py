@@ -12,8 +12,8 @@ from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 
 def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
     leaves = {
-        "gate_up": Leaf((2 * config.ffn_size, config.hidden_size)),
-        "down": Leaf((config.hidden_size, config.ffn_size)),
+        "gate_up": Leaf((2 * config.ffn_size, config.hidden_size), adapts=True),
+        "down": Leaf((config.hidden_size, config.ffn_size), adapts=True),
     }
     if config.mlp_bias:
         leaves["gate_up_bias"] = Leaf((2 * config.ffn_size,))
@@ -36,8 +36,8 @@ def _run_gated(inputs: BlockInputs) -> BlockOutput:
 
 def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
     leaves = {
-        "up": Leaf((config.ffn_size, config.hidden_size)),
-        "down": Leaf((config.hidden_size, config.ffn_size)),
+        "up": Leaf((config.ffn_size, config.hidden_size), adapts=True),
+        "down": Leaf((config.hidden_size, config.ffn_size), adapts=True),
     }
     if config.mlp_bias:
         leaves["up_bias"] = Leaf((config.ffn_size,))
@@ -88,8 +88,8 @@ def _run_mixture(inputs: BlockInputs) -> BlockOutput:
 def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mixture, hidden = required(config.mixture), config.hidden_size
     leaves = {
-        "shared_up": Leaf(((1 + mixture.gated) * mixture.shared_size, hidden)),
-        "shared_down": Leaf((hidden, mixture.shared_size)),
+        "shared_up": Leaf(((1 + mixture.gated) * mixture.shared_size, hidden), adapts=True),
+        "shared_down": Leaf((hidden, mixture.shared_size), adapts=True),
     }
     return leaves | {"shared_gate": Leaf((1, hidden))} if mixture.shared_gate else leaves
 

@@ -16,15 +16,15 @@ def _leaves(config: ModelConfig) -> dict[str, Leaf]:
     latent, hidden, heads = required(config.latent), config.hidden_size, config.heads
     rank, queries = latent.kv_lora_rank, heads * latent.query_dim
     leaves = {
-        "qkv_down": Leaf(((latent.q_lora_rank or queries) + latent.stored, hidden)),
+        "qkv_down": Leaf(((latent.q_lora_rank or queries) + latent.stored, hidden), adapts=True),
         "kv_norm": Leaf((rank,), is_scale=True),
         "k_up": Leaf((heads, latent.nope_dim, rank)),
         "v_up": Leaf((heads, latent.value_dim, rank)),
-        "o": Leaf((hidden, heads * latent.value_dim)),
+        "o": Leaf((hidden, heads * latent.value_dim), adapts=True),
     }
     if latent.q_lora_rank is not None:
         leaves["q_norm"] = Leaf((latent.q_lora_rank,), is_scale=True)
-        leaves["q_up"] = Leaf((queries, latent.q_lora_rank))
+        leaves["q_up"] = Leaf((queries, latent.q_lora_rank), adapts=True)
     return leaves
 
 

@@ -18,8 +18,8 @@ from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
 def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
     fused = config.heads * config.query_rows + 2 * config.kv_heads * config.head_dim
     leaves = {
-        "qkv": Leaf((fused, config.hidden_size)),
-        "o": Leaf((config.hidden_size, config.heads * config.head_dim)),
+        "qkv": Leaf((fused, config.hidden_size), adapts=True),
+        "o": Leaf((config.hidden_size, config.heads * config.head_dim), adapts=True),
     }
     if config.qkv_bias:
         leaves["qkv_bias"] = Leaf((fused,))
@@ -92,13 +92,13 @@ def _state_dtype(config: ModelConfig, dtype: str) -> str:
 def _mamba_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mamba, hidden = required(config.mamba), config.hidden_size
     leaves = {
-        "ssm_in": Leaf((mamba.in_channels, hidden)),
+        "ssm_in": Leaf((mamba.in_channels, hidden), adapts=True),
         "conv": Leaf((mamba.d_conv, mamba.conv_channels)),
         # In float32: decay and step size are exponentials of these, and errors accumulate over tokens.
         "a_log": Leaf((mamba.heads,), dtype="float32"),
         "dt_bias": Leaf((mamba.heads,), dtype="float32"),
         "skip": Leaf((mamba.heads,), is_scale=True, dtype="float32"),
-        "ssm_out": Leaf((hidden, mamba.d_inner)),
+        "ssm_out": Leaf((hidden, mamba.d_inner), adapts=True),
     }
     if mamba.in_bias:
         leaves["ssm_in_bias"] = Leaf((mamba.in_channels,))
@@ -144,15 +144,15 @@ def _run_mamba(inputs: BlockInputs) -> BlockOutput:
 def _mamba1_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mamba, hidden = required(config.mamba1), config.hidden_size
     leaves = {
-        "ssm_in": Leaf((2 * mamba.channels, hidden)),
+        "ssm_in": Leaf((2 * mamba.channels, hidden), adapts=True),
         "conv": Leaf((mamba.d_conv, mamba.channels)),
-        "select": Leaf((mamba.dt_rank + 2 * mamba.d_state, mamba.channels)),
-        "step": Leaf((mamba.channels, mamba.dt_rank)),
+        "select": Leaf((mamba.dt_rank + 2 * mamba.d_state, mamba.channels), adapts=True),
+        "step": Leaf((mamba.channels, mamba.dt_rank), adapts=True),
         # In float32: decay and step size are exponentials of these, and errors accumulate over tokens.
         "a_log": Leaf((mamba.channels, mamba.d_state), dtype="float32"),
         "dt_bias": Leaf((mamba.channels,), dtype="float32"),
         "skip": Leaf((mamba.channels,), is_scale=True, dtype="float32"),
-        "ssm_out": Leaf((hidden, mamba.channels)),
+        "ssm_out": Leaf((hidden, mamba.channels), adapts=True),
     }
     if mamba.conv_bias:
         leaves["conv_bias"] = Leaf((mamba.channels,))
@@ -193,13 +193,13 @@ def _run_mamba1(inputs: BlockInputs) -> BlockOutput:
 def _delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
     delta, hidden = required(config.delta), config.hidden_size
     return {
-        "delta_in": Leaf((delta.conv_channels + delta.width, hidden)),
-        "delta_gates": Leaf((2 * delta.value_heads, hidden)),
+        "delta_in": Leaf((delta.conv_channels + delta.width, hidden), adapts=True),
+        "delta_gates": Leaf((2 * delta.value_heads, hidden), adapts=True),
         "conv": Leaf((delta.d_conv, delta.conv_channels)),
         "a_log": Leaf((delta.value_heads,), dtype="float32"),
         "dt_bias": Leaf((delta.value_heads,), dtype="float32"),
         "delta_norm": Leaf((delta.value_dim,), is_scale=True),
-        "delta_out": Leaf((hidden, delta.width)),
+        "delta_out": Leaf((hidden, delta.width), adapts=True),
     }
 
 
@@ -234,9 +234,9 @@ def _short_conv_leaves(config: ModelConfig) -> dict[str, Leaf]:
     hidden = config.hidden_size
     conv = required(config.short_conv)
     leaves = {
-        "short_in": Leaf((3 * hidden, hidden)),
+        "short_in": Leaf((3 * hidden, hidden), adapts=True),
         "conv": Leaf((conv.d_conv, hidden)),
-        "short_out": Leaf((hidden, hidden)),
+        "short_out": Leaf((hidden, hidden), adapts=True),
     }
     if conv.bias:
         leaves["short_in_bias"] = Leaf((3 * hidden,))
