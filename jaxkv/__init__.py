@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxkv.config.cache import CacheConfig
     from jaxkv.config.checkpoint_policy import CheckpointPolicy
     from jaxkv.config.engine import EngineConfig
+    from jaxkv.config.lora import LoraConfig
     from jaxkv.config.reasoning_tokens import ReasoningTokens
     from jaxkv.config.sampling import SamplingParams
     from jaxkv.config.structured_outputs import StructuredOutputs
@@ -31,6 +32,7 @@ _HOMES = {
     "EngineConfig": "jaxkv.config.engine",
     "FlaxModel": "jaxkv.models.flax_model",
     "LLM": "jaxkv.llm",
+    "LoraConfig": "jaxkv.config.lora",
     "ReasoningTokens": "jaxkv.config.reasoning_tokens",
     "SamplingParams": "jaxkv.config.sampling",
     "StructuredOutputs": "jaxkv.config.structured_outputs",
@@ -46,6 +48,7 @@ __all__ = [
     "CheckpointPolicy",
     "EngineConfig",
     "FlaxModel",
+    "LoraConfig",
     "ReasoningTokens",
     "SamplingParams",
     "StructuredOutputs",

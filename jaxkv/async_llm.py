@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -249,6 +250,21 @@ class AsyncLLM:
         return await self._run_in_engine(
             lambda: self._engine.update_weights(params, version=version, requests=requests)
         )
+
+    async def add_lora(
+        self, name: str, path: str | Path, *, version: WeightVersion | None = None
+    ) -> WeightVersion:
+        """Loads an adapter between two steps, while requests run; see `LLM.add_lora`."""
+        engine = self._engine
+        factors = await asyncio.to_thread(engine.adapters.read, path)
+        return await self._run_in_engine(
+            lambda: engine.adapters.add(name, factors, version, engine.open_requests)
+        )
+
+    async def remove_lora(self, name: str) -> None:
+        """Removes an adapter between two steps; see `LLM.remove_lora`."""
+        engine = self._engine
+        await self._run_in_engine(lambda: engine.adapters.remove(name, engine.open_requests))
 
     async def sleep(self, level: int = 1) -> None:
         """Gives memory on the device back; see `LLM.sleep`. Requests in progress wait, and new ones raise."""

@@ -101,8 +101,8 @@ def generate(
 
     Raises:
         ValueError: an argument has the wrong type, shape or range, the prompts are empty or do not fit the model, the
-            sampling has `structured_outputs`, a logits processor cannot run on the device, or the seeds come from more
-            than one source or, inside a traced function, from none.
+            sampling has `structured_outputs` or `lora`, a logits processor cannot run on the device, or the seeds come
+            from more than one source or, inside a traced function, from none.
     """
     check_model(params, model)
     tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
@@ -171,7 +171,7 @@ def generate_rows(
         logits_processors: name -> function.
     """
     _check_eos(eos_ids, model.vocab_size)
-    _refuse_grammars(per_prompt)
+    _refuse_host_sampling(per_prompt)
     _check_lengths(lens, tokens.shape[1], per_prompt, model)
     width = max(_most_tokens(one) for one in per_prompt)
     processors = register_processors(
@@ -227,7 +227,12 @@ def check_model(params: Params, model: object) -> None:
         raise ValueError(f"params must be a pytree of the model's arrays, got {got}")
 
 
-def _refuse_grammars(sampling: Sequence[SamplingParams]) -> None:
+def _refuse_host_sampling(sampling: Sequence[SamplingParams]) -> None:
+    if any(one.lora is not None for one in sampling):
+        raise ValueError(
+            "lora names an adapter of an LLM, and jaxkv.generate takes the parameters alone; use LLM.generate, or give "
+            "parameters with the adapter's sums"
+        )
     if any(one.structured_outputs is not None for one in sampling):
         raise ValueError(
             "structured_outputs needs the host between two tokens, and jaxkv.generate is one program; use LLM.generate"

@@ -20,6 +20,7 @@ from jaxkv.cache.prefix.report import Explanation
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig, merge_configs
+from jaxkv.config.lora import LoraConfig, lora_of
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.config.vllm_names import unknown_attribute
@@ -59,6 +60,7 @@ from jaxkv.plan import (
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.rollout import Rollout, column_count, rollout_of
+from jaxkv.runner.adapter_stacks import AdapterStacks, stack_bytes
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.param_types import ParamTypes, params_of_model
 from jaxkv.runner.scoring import score_program, score_texts
@@ -204,8 +206,10 @@ class LLM:
             ignored with a warning. A key that is known or not in the file is an error.
         logits_processors: name -> a pure JAX function `f(logits, history, *, argument=default)`, which requests name in
             `SamplingParams.logits_processors`; see `LogitsProcessor`.
-        options: fields of `cache` and `engine` under vLLM's names, such as `max_num_seqs`; `jaxkv.config.vllm_names`
-            lists them. They replace what `cache` and `engine` have.
+        lora: room for low-rank adapters that requests name in `SamplingParams.lora`, see `add_lora`; True for the
+            defaults of `LoraConfig`.
+        options: fields of `cache`, `engine` and `lora` under vLLM's names, such as `max_num_seqs`;
+            `jaxkv.config.vllm_names` lists them. They replace what `cache`, `engine` and `lora` have.
 
     Raises:
         ValueError: an option is unknown or out of range, the cache cannot hold one sequence of `max_model_len`,
@@ -233,10 +237,12 @@ class LLM:
         load_format: str = "auto",
         ignore_config_keys: Sequence[str] = (),
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        lora: LoraConfig | bool | None = None,
         **options: object,
     ) -> None:
         refuse_forked_user()
         cache, engine = merge_configs(cache, engine, options, inspect.signature(LLM).parameters)
+        room = lora_of(lora, options)
         _check_options(model, revision, load_format, strict=strict, progress=progress)
         self._draw_seed = _seed_source(seed)
         directory = resolve_model(model, revision, progress=progress)
@@ -261,7 +267,9 @@ class LLM:
         self.max_model_len = max_model_len
         self._progress = progress
         programs = Programs(strict=strict)
-        self._allocate(decoder, load, weights, dtype, cache, engine, programs, logits_processors)
+        self._allocate(
+            decoder, load, weights, dtype, cache, engine, programs, logits_processors, room
+        )
 
     @classmethod
     def from_parts(
@@ -280,6 +288,7 @@ class LLM:
         progress: bool = True,
         seed: int | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        lora: LoraConfig | bool | None = None,
         **options: object,
     ) -> "LLM":
         """Returns an `LLM` of a model and parameters that are in memory already, such as those of a trainer.
@@ -306,7 +315,8 @@ class LLM:
             progress: show bars on a terminal.
             seed: seed of the generator for requests without one.
             logits_processors: name -> function, which requests name in `SamplingParams.logits_processors`.
-            options: fields of `cache` and `engine` under vLLM's names.
+            lora: room for low-rank adapters that requests name.
+            options: fields of `cache`, `engine` and `lora` under vLLM's names.
 
         Raises:
             ValueError: the parameters are not those of the model, an option is unknown or out of range, or a logits
@@ -317,6 +327,7 @@ class LLM:
         refuse_forked_user()
         known = inspect.signature(cls.from_parts).parameters
         cache, engine = merge_configs(cache, engine, options, known)
+        room = lora_of(lora, options)
         _check_options(None, None, "auto", strict=strict, progress=progress)
         if not isinstance(model, Model):
             raise ValueError(
@@ -342,7 +353,9 @@ class LLM:
             model = model.running(implementation)
         dtype = resolve_dtype(dtype, ParamTypes(params).dtype)
         programs = Programs(strict=strict)
-        llm._allocate(model, lambda: params, 0, dtype, cache, engine, programs, logits_processors)
+        llm._allocate(
+            model, lambda: params, 0, dtype, cache, engine, programs, logits_processors, room
+        )
         return llm
 
     def _allocate(
@@ -355,6 +368,7 @@ class LLM:
         engine: EngineConfig,
         programs: Programs,
         logits_processors: Mapping[str, LogitsProcessor] | None,
+        lora: LoraConfig | None,
     ) -> None:
         """Plans the memory, loads the parameters, and makes the cache and the engine.
 
@@ -369,6 +383,7 @@ class LLM:
             engine: options of the engine.
             programs: the compiled programs.
             logits_processors: name -> function.
+            lora: room for adapters; `None` for none.
         """
         self.model: Model = model_for(model, cache)
         model = self.model
@@ -376,6 +391,9 @@ class LLM:
             logits_processors, vocab_size=model.vocab_size, max_tokens=self.max_model_len
         )
         self.grammars = Grammars(self.tokenizer, self.eos_ids, model.vocab_size)
+        # Parameters that take memory here are nobody else's.
+        owned = weights > 0
+        weights += stack_bytes(model, lora, dtype)
         self.layout, self.budget = plan_cache(
             model,
             cache,
@@ -386,10 +404,15 @@ class LLM:
             processor_words=processors.num_words,
         )
         check_room(weights, self.budget.bytes)
-        # Parameters that take memory here are nobody else's.
-        owned, counts = weights > 0, self.budget.counts
         runner = ModelRunner(
-            model, load(), self.layout, counts, programs, processors, owns_params=owned
+            model,
+            load(),
+            self.layout,
+            self.budget.counts,
+            programs,
+            processors,
+            owns_params=owned,
+            adapters=None if lora is None else AdapterStacks(model, lora, dtype),
         )
         self.engine = Engine(
             SequenceRunner(runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences),
@@ -515,6 +538,47 @@ class LLM:
         tensors = merged_tensors(self.directory, path, dtype=self.engine.runner.dtype)
         return self.update_weights(tensors, version=version, requests=requests)
 
+    def add_lora(
+        self, name: str, path: str | Path, *, version: WeightVersion | None = None
+    ) -> WeightVersion:
+        """Loads a low-rank adapter that requests may name in `SamplingParams.lora`; no step is compiled again.
+
+        A step serves requests with different adapters, and with none, together. Cached prefixes are shared between
+        requests of the same load of an adapter alone.
+
+        Args:
+            name: its name. An adapter that is loaded under this name is replaced, unless requests use it.
+            path: a folder as PEFT saves it, with adapter_config.json and adapter_model.safetensors.
+            version: its version, which outputs tell (`SampleOutput.adapter`); the number of the last one of this name
+                plus 1 if not given, and 0 for the first.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: this `LLM` has no room for adapters (`lora`), or for no further one; requests use the adapter of
+                this name; or a file is damaged, or the adapter is more than pairs of factors, has a higher rank than
+                `LoraConfig.max_rank`, or does not fit the model. Nothing was changed.
+            RuntimeError: an `AsyncLLM` serves this `LLM`; call its `add_lora`.
+        """
+        factors = self.engine.adapters.read(path)
+        with self.lock.held():
+            return self.engine.adapters.add(name, factors, version, self.engine.open_requests)
+
+    def remove_lora(self, name: str) -> None:
+        """Removes an adapter of `add_lora`; another one may take its place.
+
+        Raises:
+            ValueError: no such adapter is loaded, or requests use it.
+            RuntimeError: an `AsyncLLM` serves this `LLM`; call its `remove_lora`.
+        """
+        with self.lock.held():
+            self.engine.adapters.remove(name, self.engine.open_requests)
+
+    def list_loras(self) -> dict[str, WeightVersion]:
+        """Returns name -> version of each adapter that `add_lora` has loaded."""
+        return self.engine.adapters.versions
+
     def sleep(self, level: int = 1) -> None:
         """Gives memory on the device back until `wake_up`, for a trainer in the same process. Programs stay compiled.
 
@@ -582,11 +646,13 @@ class LLM:
         with self.lock.held():
             self.engine.refuse_if_asleep()
             needed = declare_served(self.engine, request, batch * params.n)
+            slot = request.adapter_slot
             tops = [0] if score else []
             if params.prompt_logprobs is not None:
                 tops.append(params.prompt_logprobs)
             needed += [
-                score_program(self.engine.sequence_runner, request.prompt, top) for top in tops
+                score_program(self.engine.sequence_runner, request.prompt, top, adapter_slot=slot)
+                for top in tops
             ]
             if saved_prefixes:
                 needed += declare_saved_prefixes(self.engine)
@@ -779,22 +845,30 @@ class LLM:
         self.engine.refresh()
 
     def explain(
-        self, prompt: Prompt, *, salt: str | bytes | None = None, **options: object
+        self,
+        prompt: Prompt,
+        *,
+        salt: str | bytes | None = None,
+        lora: str | None = None,
+        **options: object,
     ) -> Explanation:
         """Returns how much of a prompt the prefix cache holds, and why not more, as numbers and as text.
 
         Args:
             prompt: one prompt in any form that `generate` takes.
             salt: the `salt` of the prompt's requests.
+            lora: the adapter of the prompt's requests.
             options: vLLM's name `cache_salt`.
 
         Raises:
-            ValueError: the prompt is not valid, or the prefix cache is off.
+            ValueError: the prompt is not valid, no such adapter is loaded, or the prefix cache is off.
         """
         call = as_call("LLM.explain", options, salt=salt)
         tokenized = self._tokenize(prompt, call["salt"])
         check_salt(tokenized.salt)
         ids, salt, index = tokenized.ids, tokenized.salt, self.engine.prefix
+        if (adapter := self.engine.adapters.of(lora)) is not None:
+            salt = adapter.salted(salt)
         if index is None:
             raise ValueError(
                 "the prefix cache is off; make the LLM with EngineConfig(prefix_cache=True)"
@@ -951,6 +1025,7 @@ class LLM:
         outputs: Outputs | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | None = None,
         progress: bool | None = None,
         **options: object,
     ) -> list[np.ndarray]:
@@ -970,6 +1045,8 @@ class LLM:
             outputs: a `Rollout` of these prompts, or for each prompt the token ids of each of its samples.
             sampling: with `outputs` alone: what they were generated with, for all prompts or one for each; its
                 `logprobs_mode` names the distribution. `n` and seeds have no effect. Greedy if not given.
+            lora: name of the adapter that computes them; `None` for the model alone. With `outputs` it is a field of
+                `sampling`.
             progress: with `outputs` alone, as for `generate`.
             options: as for `generate`, with `outputs` alone.
 
@@ -978,10 +1055,12 @@ class LLM:
 
         Raises:
             ValueError: a prompt is empty, too long, or has ids the model lacks; there are not samples for each prompt;
-                or `outputs` are missing.
+                `outputs` are missing; or no such adapter is loaded.
             ProgramRefused: strict mode has no program for it.
             RuntimeError: a sample's request has failed.
         """
+        if outputs is not None and lora is not None:
+            options["lora"] = lora
         call = as_call("LLM.score", options, sampling=sampling, progress=progress)
         if outputs is not None:
             return self._score_outputs(as_prompts(prompts), outputs, call)
@@ -1000,7 +1079,9 @@ class LLM:
                     )
         with self.lock.held(), named_exhaustion("scoring texts"):
             self._recover()
-            return list(score_texts(self.engine.sequence_runner, ids))
+            adapter = self.engine.adapters.of(lora)
+            slot = 0 if adapter is None else adapter.slot
+            return list(score_texts(self.engine.sequence_runner, ids, adapter_slot=slot))
 
     def _score_outputs(
         self, prompts: Sequence[Prompt], outputs: Outputs, call: Mapping[str, Any]
@@ -1102,4 +1183,5 @@ class LLM:
             draw_seed=self._draw_seed,
             priority=priority,
             grammar=grammar,
+            adapter=self.engine.adapters.of(params.lora),
         )

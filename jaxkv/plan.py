@@ -342,6 +342,7 @@ def _programs(
         pinned=engine.pinned_shapes,
         grain=grain_of(model.implementation),
         checkpoints=_keeps_states(layout, model, cache, engine),
+        lora=False,
     )
     singles = shapes.declare_all(Features())
     steps = choose_num_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)

@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float, Int
 
 from jaxkv.config.checks import as_int
+from jaxkv.engine.loaded_adapter import AdapterVersion
 from jaxkv.engine.request import RequestOutput, SampleOutput
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.step.loop import ERROR, LENGTH, STOP
@@ -63,6 +64,11 @@ class Rollout:
     def texts(self) -> list[str]:
         """The text of each sample."""
         return [sample.text for output in self.outputs for sample in output.outputs]
+
+    @property
+    def adapters(self) -> list[AdapterVersion | None]:
+        """The adapter of each sample and its version (`SamplingParams.lora`); `None` for the model alone."""
+        return [sample.adapter for output in self.outputs for sample in output.outputs]
 
     def to(self, device: jax.Device | Sharding) -> "Rollout":  # pyright: ignore[reportInvalidTypeForm]
         """Returns the same samples with all arrays but named versions on a device, or over devices by rows."""

@@ -17,6 +17,7 @@ PUBLIC = {
         "CheckpointPolicy",
         "EngineConfig",
         "FlaxModel",
+        "LoraConfig",
         "ReasoningTokens",
         "SamplingParams",
         "StructuredOutputs",

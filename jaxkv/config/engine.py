@@ -7,6 +7,7 @@ from typing import Any
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.config.checks import as_float, as_int, check_fields
+from jaxkv.config.lora import LoraConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.vllm_names import ALIASES, accepts_vllm_names, unknown_option
 
@@ -106,7 +107,13 @@ def _changed[C: (CacheConfig, EngineConfig)](config: C, options: Mapping[str, An
 def _spellings(names: Iterable[str]) -> dict[str, str]:
     """Returns option or field name -> how a user writes it, for `LLM` and its configurations."""
     written = {name: name for name in names if name != "options"}
-    for before, kind in (("cache=", CacheConfig), ("engine=", EngineConfig), ("", SamplingParams)):
+    kinds = (
+        ("cache=", CacheConfig),
+        ("engine=", EngineConfig),
+        ("lora=", LoraConfig),
+        ("", SamplingParams),
+    )
+    for before, kind in kinds:
         for field in fields(kind):
             written.setdefault(field.name, f"{before}{kind.__name__}({field.name}=...)")
     return written

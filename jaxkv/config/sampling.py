@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from jaxkv.config.checks import INT32_MAX, as_float, as_int, check_fields
+from jaxkv.config.lora import check_adapter_name
 from jaxkv.config.processor_calls import ProcessorCalls
 from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.config.vllm_names import accepts_vllm_names
@@ -111,6 +112,8 @@ class SamplingParams:
         prompt_logprobs: likewise for the tokens of the prompt, which are then scored in a step of their own, always
             under the model's distribution. Outputs have them, streams do not.
         structured_outputs: the grammar that the text must follow; `None` for free text.
+        lora: name of the low-rank adapter that computes the prompt and the tokens, see `LLM.add_lora`; `None` for the
+            model alone.
     """
 
     temperature: float = 1.0
@@ -136,6 +139,7 @@ class SamplingParams:
     logprobs_mode: str = "raw"
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or of the wrong type."""
@@ -177,6 +181,8 @@ class SamplingParams:
                 f"structured_outputs must be StructuredOutputs(json=...), (regex=...) or the like, got "
                 f"{shown(self.structured_outputs)}"
             )
+        if self.lora is not None:
+            check_adapter_name(self.lora)
         self._check_ids()
 
     def _check_ids(self) -> None:

@@ -28,7 +28,10 @@ def check_compiled(engine: Engine, request: Request) -> None:
     for spec in [] if engine.experts is None else engine.experts.declare(total):
         runner.program(spec)
     if (top := request.params.prompt_logprobs) is not None:
-        runner.program(runner.fit(score_program(engine.sequence_runner, request.prompt, top)))
+        scored = score_program(
+            engine.sequence_runner, request.prompt, top, adapter_slot=request.adapter_slot
+        )
+        runner.program(runner.fit(scored))
 
 
 def serve_all(
@@ -167,6 +170,7 @@ def _sample_output(sample: RequestState, tokenizer: Tokenizer | None) -> SampleO
         cumulative_logprob=None if logprobs is None else _sum_logprobs(sample.token_ids, logprobs),
         logprobs=logprobs,
         weight_versions=sample.weight_versions,
+        adapter=None if request.adapter is None else request.adapter.version,
         routed_experts=sample.experts_on_host(),
         timing=timing_of(sample),
     )

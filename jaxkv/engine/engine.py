@@ -17,6 +17,7 @@ from jaxkv.cache.integrity import IdleCheck
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
+from jaxkv.engine.adapters import Adapters
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
 from jaxkv.engine.host_tier.host_cache import open_host, why_no_host
@@ -68,6 +69,7 @@ class Engine:
         experts: reads the experts chosen for a request's tokens; `None` if the cache keeps none.
         recoveries: number of lost caches that were replaced.
         asleep: whether `sleep` has given the cache's memory back.
+        adapters: the low-rank adapters that requests may name.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.sequence_runner = sequence_runner
         self.runner = runner = sequence_runner.runner
+        self.adapters = Adapters(runner.adapters)
         allocator, layout = sequence_runner.allocator, runner.layout
         whole = runner.model.whole_prompts
         checkpoints = room_for_checkpoints(sequence_runner, config)
@@ -171,7 +174,12 @@ class Engine:
         for request in samples:
             self.check(request)
         first, top = samples[0].prompt, samples[0].params.prompt_logprobs
-        scores = None if top is None else prompt_logprobs(self.sequence_runner, first, top)
+        slot = samples[0].adapter_slot
+        scores = (
+            None
+            if top is None
+            else prompt_logprobs(self.sequence_runner, first, top, adapter_slot=slot)
+        )
         states = [
             new_request_state(
                 request,
@@ -231,6 +239,12 @@ class Engine:
             finally:
                 self._requeue()
         return version
+
+    @property
+    def open_requests(self) -> list[Request]:
+        """The requests that have not ended."""
+        states = (*self.scheduler.waiting, *self.scheduler.running)
+        return [state.request for state in states]
 
     def sleep(self, level: int = 1) -> None:
         """Gives the memory of the cache back; requests in progress wait until `wake_up` and are then computed again.
@@ -359,6 +373,11 @@ class Engine:
                 f"cache more memory"
             )
         self.runner.processors.check(params.logits_processors)
+        self.adapters.check(request.adapter)
+        if (params.lora is None) != (request.adapter is None):
+            raise ValueError(
+                "a request with lora needs its loaded adapter; make it by LLM.requests"
+            )
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 "stop strings need a tokenizer, which this model directory lacks; use stop_token_ids"
@@ -499,6 +518,7 @@ def _step_shapes(
         pinned=config.pinned_shapes,
         grain=grain_of(runner.implementation.name),
         checkpoints=checkpoints,
+        lora=runner.adapters is not None,
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.engine.request import Request, sample_seed
+from jaxkv.engine.loaded_adapter import LoadedAdapter
+from jaxkv.engine.request import Request, check_salt, sample_seed
 from jaxkv.structured.grammar import Grammar
 from jaxkv.text.prompts import TokenizedPrompt
 
@@ -20,6 +21,7 @@ def new_request(
     draw_seed: Callable[[int], int] = secrets.randbits,
     priority: int = 0,
     grammar: Grammar | None = None,
+    adapter: LoadedAdapter | None = None,
 ) -> Request:
     """Returns the request of one sample; its `max_tokens` fit the context, and `min_tokens` these.
 
@@ -32,6 +34,7 @@ def new_request(
         draw_seed: as `draw` of `sample_seed`.
         priority: a lower number is served first.
         grammar: compiled `params.structured_outputs`.
+        adapter: the adapter that `params.lora` names.
 
     Raises:
         ValueError: the prompt leaves no room for a token.
@@ -46,6 +49,7 @@ def new_request(
     least = min(params.min_tokens, allowed)
     if (params.max_tokens, params.min_tokens) != (allowed, least):
         params = replace(params, max_tokens=allowed, min_tokens=least)
+    check_salt(prompt.salt)
     eos = () if params.ignore_eos else eos_ids
     return Request(
         prompt=prompt.ids,
@@ -54,6 +58,8 @@ def new_request(
         seed=sample_seed(params, sample, draw_seed),
         stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
         priority=priority,
-        salt=prompt.salt,
+        # The keys and values of another adapter's tokens, or of none, are others.
+        salt=prompt.salt if adapter is None else adapter.salted(prompt.salt),
         grammar=grammar,
+        adapter=adapter,
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.engine.loaded_adapter import AdapterVersion, LoadedAdapter
 from jaxkv.runner.rows import Row
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.structured.grammar import Grammar
@@ -28,6 +29,7 @@ class Request:
         grammar: compiled `params.structured_outputs`; `None` if these are.
         given: token ids that it takes in place of sampled ones, for their log-probabilities, which `params` must ask
             for; it ends with the last of them. Empty for a request that samples.
+        adapter: the adapter that `params.lora` names; the salt is then `LoadedAdapter.salted`.
 
     Raises:
         ValueError: the priority is not a 64-bit int, the salt cannot be hashed, or more tokens are given than fit.
@@ -42,6 +44,7 @@ class Request:
     text: str | None = None
     grammar: Grammar | None = None
     given: tuple[int, ...] = ()
+    adapter: LoadedAdapter | None = None
 
     def __post_init__(self) -> None:
         """Checks the priority, which the scheduler sorts by, the salt, which the prefix index hashes, and `given`."""
@@ -58,6 +61,11 @@ class Request:
         """Most tokens to generate."""
         assert self.params.max_tokens is not None, "a request's max_tokens fits the context"
         return self.params.max_tokens
+
+    @property
+    def adapter_slot(self) -> int:
+        """1 + the index of its adapter in the stack of adapters; 0 for none."""
+        return 0 if self.adapter is None else self.adapter.slot
 
     @property
     def tokens_held(self) -> int:
@@ -77,6 +85,7 @@ class Request:
             params=self.params,
             seed=self.seed,
             stop_ids=self.stop_ids,
+            adapter_slot=self.adapter_slot,
         )
 
 
@@ -197,6 +206,7 @@ class SampleOutput:
         logprobs: per token, token id -> natural log-probability under the distribution that `logprobs_mode` names, for
             the sampled token and the top n; `None` unless requested.
         weight_versions: per token, the version of the parameters that sampled it (`LLM.update_weights`).
+        adapter: the adapter of `SamplingParams.lora` and its version (`LLM.add_lora`); `None` for the model alone.
         routed_experts: int16 `[tokens, layers, top_k]`, best first: the experts that the routers chose for each token
             of the prompt and of the output but the last, which no step has computed, in the layers that have experts.
             After a preemption they are those of the second computation. `None` without
@@ -212,6 +222,7 @@ class SampleOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, float]] | None = None
     weight_versions: list[WeightVersion]
+    adapter: AdapterVersion | None = None
     routed_experts: np.ndarray | None = None
     timing: Timing
 
@@ -278,6 +289,11 @@ class RequestOutput:
     def weight_versions(self) -> list[WeightVersion]:
         """Versions of the parameters that sampled the tokens of the first sample."""
         return self.outputs[0].weight_versions
+
+    @property
+    def adapter(self) -> AdapterVersion | None:
+        """The adapter of all samples and its version; `None` for the model alone."""
+        return self.outputs[0].adapter
 
     @property
     def timing(self) -> Timing:

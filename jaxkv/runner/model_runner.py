@@ -11,15 +11,17 @@ from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
 from jaxkv.errors import STEP_FAILURES, ProgramRefused
+from jaxkv.layers.adapted import LowRank
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import rules_for
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
+from jaxkv.runner.adapter_stacks import AdapterStacks
 from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.param_types import ParamTypes
-from jaxkv.runner.program_specs import StepSpec, without_empty
+from jaxkv.runner.program_specs import ScoreSpec, StepSpec, without_empty
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.weights.named_arrays import NamedPrograms, NamedWeights
@@ -36,8 +38,10 @@ class ModelRunner:
         programs: the compiled programs; several runners of the same processors may share them.
         processors: the registered logits processors; the layout must have room for their words.
         owns_params: nobody else uses the parameters' arrays, so an update may overwrite them.
+        adapters: the adapters that rows may name; `None` for none.
 
     Attributes:
+        adapters: the adapters that rows may name.
         implementation: the implementation of the ops of all layers, and why no faster one is used.
         owner: owns the cache.
         packed_layout: layout of the packed arrays of steps.
@@ -59,6 +63,7 @@ class ModelRunner:
         processors: LogitsProcessors = NO_PROCESSORS,
         *,
         owns_params: bool = False,
+        adapters: AdapterStacks | None = None,
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
@@ -70,6 +75,7 @@ class ModelRunner:
         self.layout = layout
         self.programs = programs
         self.processors = processors
+        self.adapters = adapters
         self.owner = CacheOwner(layout, counts)
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
@@ -80,6 +86,11 @@ class ModelRunner:
     def dtype(self) -> str:
         """Name of the dtype of most parameters."""
         return self._param_types.dtype
+
+    @property
+    def stacks(self) -> Mapping[str, LowRank]:
+        """Dotted path of a parameter -> the adapters' factors; empty without adapters."""
+        return {} if self.adapters is None else self.adapters.arrays
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -152,7 +163,7 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the cache and drops the parameters and programs; no program can run afterwards."""
         self.owner.close()
-        self.params = ()
+        self.params, self.adapters = (), None
         self._known.clear()
         # The tracebacks of these errors refer to the parameters.
         self._refused.clear()
@@ -191,8 +202,9 @@ class ModelRunner:
             RuntimeError: the owner of the parameters has deleted them; the cache is unchanged.
         """
         program = self.program(spec)
+        params = spec.params_of(self) if isinstance(spec, StepSpec | ScoreSpec) else self.params
         try:
-            return self.owner.run(lambda cache: program(self.params, cache, *without_empty(arrays)))
+            return self.owner.run(lambda cache: program(params, cache, *without_empty(arrays)))
         except RuntimeError as error:
             if deleted := self._param_types.deleted(self.params):
                 raise RuntimeError(

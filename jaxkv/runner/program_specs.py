@@ -6,15 +6,17 @@ A spec is the key of its program in the manifest. The specs of other programs ar
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jaxkv.batch import StepBatch
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache
+from jaxkv.layers.adapted import LowRank, with_adapters
 from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec, Size
@@ -58,6 +60,11 @@ class Runner(Protocol):
     @property
     def params(self) -> Params:
         """Parameters on the device, or their types."""
+        ...
+
+    @property
+    def stacks(self) -> Mapping[str, LowRank]:
+        """Dotted path of a parameter -> the adapters' factors; empty without adapters."""
         ...
 
     @property
@@ -167,6 +174,7 @@ class StepSpec(ProgramSpec["Runner"]):
 
         def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
             batch = packed_layout.unpack(self, *packed)
+            params = _adapted(params, batch)
             if self.steps == 1:
                 cache, sampled = step(model, params, cache, batch)
                 return cache, pack_sampled(sampled)
@@ -181,7 +189,11 @@ class StepSpec(ProgramSpec["Runner"]):
             )
             return cache, jax.vmap(pack_sampled)(several)
 
-        return lower_update(runner, run, packed_layout.blank(self))
+        return lower_update(runner, run, packed_layout.blank(self), params=self.params_of(runner))
+
+    def params_of(self, runner: Runner) -> Any:  # noqa: ANN401 - a pytree
+        """Returns the program's first argument: the parameters, and in a step with adapters their factors too."""
+        return AdaptedParams(runner.params, runner.stacks) if self.features.lora else runner.params
 
 
 @dataclass(frozen=True)
@@ -233,14 +245,58 @@ class ScoreSpec(ProgramSpec["Runner"]):
 
         def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, TokenScores]:
             batch = packed_layout.unpack(self.step, *packed)
-            return score_tokens(model, params, cache, batch, self.top)
+            return score_tokens(model, _adapted(params, batch), cache, batch, self.top)
 
-        return lower_update(runner, run, packed_layout.blank(self.step))
+        params = self.params_of(runner)
+        return lower_update(runner, run, packed_layout.blank(self.step), params=params)
+
+    def params_of(self, runner: Runner) -> Any:  # noqa: ANN401 - a pytree
+        """Returns the first argument of the step's program."""
+        return self.step.params_of(runner)
 
 
-def lower_update(runner: Runner, run: Any, arrays: Sequence[np.ndarray]) -> Lowering:  # noqa: ANN401 - a function
-    """Returns the lowering of a function of parameters, cache and host arrays that updates the cache."""
-    return Lowering(run, (runner.params, runner.cache, *without_empty(arrays)), cache_argument=1)
+class AdaptedParams(NamedTuple):
+    """The parameters of a step with adapters.
+
+    Attributes:
+        params: the model's parameters.
+        stacks: dotted path of a parameter -> the adapters' factors.
+    """
+
+    params: Params
+    stacks: Mapping[str, LowRank]
+
+
+def _adapted(params: Params | AdaptedParams, batch: StepBatch) -> Params:
+    """Returns the parameters to compute a batch with: in a step with adapters, those of each token's row are added."""
+    if not isinstance(params, AdaptedParams):
+        return params
+    slots = batch.sampling["adapter_slot"]
+    if not batch.decode:
+        # Padding tokens come after the last row's; they have no adapter.
+        tokens = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        row = jnp.searchsorted(batch.cu_q_lens[1:], tokens, side="right")
+        slots = slots.at[row].get(mode="fill", fill_value=0)
+    return with_adapters(params.params, params.stacks, slots)
+
+
+def lower_update(
+    runner: Runner,
+    run: Any,  # noqa: ANN401 - a function
+    arrays: Sequence[np.ndarray],
+    *,
+    params: Any = None,  # noqa: ANN401 - a pytree
+) -> Lowering:
+    """Returns the lowering of a function of parameters, cache and host arrays that updates the cache.
+
+    Args:
+        runner: has the cache and the parameters.
+        run: the function.
+        arrays: the host arrays; empty ones are left out.
+        params: the first argument; the runner's parameters if not given.
+    """
+    first = runner.params if params is None else params
+    return Lowering(run, (first, runner.cache, *without_empty(arrays)), cache_argument=1)
 
 
 def without_empty(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -25,6 +25,7 @@ class Row:
         carry: the new token is the one that this sequence sampled last; the device reads it from the sampling group.
         generated: number of tokens generated before this step.
         stop_ids: ids that end the request.
+        adapter_slot: 1 + the index of the request's adapter in the stack of adapters; 0 for none.
     """
 
     sequence: int
@@ -36,6 +37,7 @@ class Row:
     carry: bool = False
     generated: int = 0
     stop_ids: tuple[int, ...] = ()
+    adapter_slot: int = 0
 
 
 class PendingCheckpoint(NamedTuple):

@@ -19,19 +19,25 @@ from jaxkv.step.score import TokenScores
 
 
 def score_texts(
-    sequence_runner: SequenceRunner, texts: Sequence[tuple[int, ...]]
+    sequence_runner: SequenceRunner, texts: Sequence[tuple[int, ...]], *, adapter_slot: int = 0
 ) -> Iterator[np.ndarray]:
     """Yields, per text, the float32 log-probability of each token after the first, given the tokens before it.
+
+    Args:
+        sequence_runner: runs the steps.
+        texts: token ids.
+        adapter_slot: see `Row`, like all of this name here.
 
     Raises:
         OutOfPages: a text needs more pages than are free; the cache is unchanged.
     """
     for text in texts:
-        yield np.asarray(_score_text(sequence_runner, text, 0).following)
+        scores = _score_text(sequence_runner, text, 0, adapter_slot=adapter_slot)
+        yield np.asarray(scores.following)
 
 
 def prompt_logprobs(
-    sequence_runner: SequenceRunner, prompt: tuple[int, ...], top: int
+    sequence_runner: SequenceRunner, prompt: tuple[int, ...], top: int, *, adapter_slot: int = 0
 ) -> list[dict[int, float] | None]:
     """Returns, per token, token id -> natural log-probability, for the token itself and the `top` most likely ones.
 
@@ -40,7 +46,7 @@ def prompt_logprobs(
     Raises:
         OutOfPages: the prompt needs more pages than are free; the cache is unchanged.
     """
-    scores = _score_text(sequence_runner, prompt, logprobs_size(top))
+    scores = _score_text(sequence_runner, prompt, logprobs_size(top), adapter_slot=adapter_slot)
     following = np.asarray(scores.following).tolist()
     top_ids, top_logprobs = np.asarray(scores.top_ids)[:, :top], np.asarray(scores.top)[:, :top]
     columns = zip(prompt[1:], following, top_ids, top_logprobs, strict=True)
@@ -48,45 +54,42 @@ def prompt_logprobs(
 
 
 def score_program(
-    sequence_runner: SequenceRunner, text: tuple[int, ...], top: int = 0
+    sequence_runner: SequenceRunner, text: tuple[int, ...], top: int = 0, *, adapter_slot: int = 0
 ) -> ScoreSpec:
     """Returns the program of the first step that scores a text, and reports `top` most likely tokens."""
-    row = _row(0, text[: _stride(sequence_runner, len(text))], 0)
+    row = _row(0, text[: _stride(sequence_runner, len(text))], 0, adapter_slot)
     return sequence_runner.score_spec(row, logprobs_size(top))
 
 
-def _row(sequence: int, tokens: tuple[int, ...], start: int) -> Row:
+def _row(sequence: int, tokens: tuple[int, ...], start: int, adapter_slot: int) -> Row:
     """Returns the row of a step that scores `tokens`, which begin at `start` of their text."""
-    return Row(sequence, tokens, start, SamplingParams(temperature=0.0), emits=False)
+    greedy = SamplingParams(temperature=0.0)
+    return Row(sequence, tokens, start, greedy, emits=False, adapter_slot=adapter_slot)
 
 
-def _score_text(sequence_runner: SequenceRunner, text: tuple[int, ...], top: int) -> TokenScores:
+def _score_text(
+    sequence_runner: SequenceRunner, text: tuple[int, ...], top: int, *, adapter_slot: int
+) -> TokenScores:
     """Returns the scores of all tokens but the last, as NumPy arrays."""
     stride = _stride(sequence_runner, len(text))
     with sequence_runner.reserved(min(len(text), stride)) as sequence:
-        parts = [_score_part(sequence_runner, sequence, text, 0, stride, top)]
+        row = _row(sequence, text[:stride], 0, adapter_slot)
+        parts = [_score_part(sequence_runner, row, top)]
         while (start := sum(len(part.following) for part in parts)) < len(text) - 1:
             sequence_runner.allocator.commit(sequence, start)
             sequence_runner.allocator.free_out_of_window(sequence, start)
             sequence_runner.allocator.reserve(sequence, min(len(text), start + stride))
-            parts.append(_score_part(sequence_runner, sequence, text, start, stride, top))
+            row = _row(sequence, text[start : start + stride], start, adapter_slot)
+            parts.append(_score_part(sequence_runner, row, top))
     return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
 
-def _score_part(
-    sequence_runner: SequenceRunner,
-    sequence: int,
-    text: tuple[int, ...],
-    start: int,
-    stride: int,
-    top: int,
-) -> TokenScores:
-    """Returns the scores at the tokens from `start` to the last but one of one step.
+def _score_part(sequence_runner: SequenceRunner, row: Row, top: int) -> TokenScores:
+    """Returns the scores at the tokens of one step but its last.
 
     The next step begins at the last token of this one. It computes that token again and overwrites it with equal
     values.
     """
-    row = _row(sequence, text[start : start + stride], start)
     spec = sequence_runner.runner.fit(sequence_runner.score_spec(row, top))
     scores = sequence_runner.runner.read(sequence_runner.score(spec, [row]))
     return jax.tree.map(lambda column: column[: len(row.tokens) - 1], scores)

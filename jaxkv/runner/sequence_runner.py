@@ -13,6 +13,7 @@ from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec
 from jaxkv.runner.rows import Row, StepRows
+from jaxkv.sampling.features import Features
 from jaxkv.step.score import TokenScores
 
 
@@ -104,7 +105,8 @@ class SequenceRunner:
         groups = self.runner.layout.paged_groups
         widths = tuple(group.pages_for(length) for group in groups)
         fresh = row.start == 0 and tokens <= self.runner.layout.expands
-        return ScoreSpec(StepSpec(tokens, 1, widths, fresh=fresh), top)
+        features = Features(lora=row.adapter_slot > 0)
+        return ScoreSpec(StepSpec(tokens, 1, widths, features, fresh=fresh), top)
 
     def is_biased(self, entry: int) -> bool:
         """Whether an entry of the sampling group holds a logit bias; programs with penalties add it to any row."""

@@ -80,6 +80,7 @@ class StepShapes:
         pinned: one program runs every step, so that results do not depend on the batch, bit for bit.
         grain: how fine the sizes are.
         checkpoints: prefill programs write pending state checkpoints.
+        lora: rows may name adapters.
 
     Attributes:
         token_buckets: tokens of prefill programs, ascending.
@@ -100,13 +101,14 @@ class StepShapes:
         pinned: bool = False,
         grain: Grain = FINE,
         checkpoints: bool = False,
+        lora: bool = False,
     ) -> None:
         most = max(token_budget, max_tokens) if whole_prompts else token_budget
         self._paged = layout.paged_groups
         self.pinned = pinned
         self._checkpoints = checkpoints
         self._expands = layout.expands
-        self._features = _all_features(layout)
+        self._features = _all_features(layout, lora=lora)
         self.token_buckets = token_buckets(
             most,
             per_octave=4 if whole_prompts else 2,
@@ -215,7 +217,7 @@ class StepShapes:
         return tuple(group.pages_for(length) for group in self._paged)
 
 
-def _all_features(layout: CacheLayout) -> Features:
+def _all_features(layout: CacheLayout, *, lora: bool) -> Features:
     """Returns all sampling features; of penalties and processors those for which the cache has arrays."""
     roles = {array.role for group in layout.in_place_groups for array in group.spec.arrays}
     return Features(
@@ -227,6 +229,7 @@ def _all_features(layout: CacheLayout) -> Features:
         processors="token_history" in roles,
         logprobs=LOGPROB_SIZES[-1],
         logprobs_modes=True,
+        lora=lora,
     )
 
 

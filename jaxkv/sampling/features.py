@@ -18,6 +18,7 @@ class Features:
         logprobs: `None` reports no log-probabilities; n reports the sampled token's and those of the n most likely
             tokens.
         logprobs_modes: log-probabilities of each row's own `logprobs_mode`; without it, those of the raw logits.
+        lora: low-rank adapters, whose factors the program takes beside the parameters.
     """
 
     draws: bool = False
@@ -28,6 +29,7 @@ class Features:
     processors: bool = False
     logprobs: int | None = None
     logprobs_modes: bool = False
+    lora: bool = False
 
     @property
     def needs_admission(self) -> bool:
@@ -47,6 +49,7 @@ class Features:
             and self.grammar >= needed.grammar
             and self.processors >= needed.processors
             and self.logprobs_modes >= needed.logprobs_modes
+            and self.lora >= needed.lora
             and _top(self) >= _top(needed)
         )
 
@@ -67,6 +70,7 @@ def union(several: Sequence[Features]) -> Features:
         processors=any(one.processors for one in kinds),
         logprobs=None if most < 0 else most,
         logprobs_modes=any(one.logprobs_modes for one in kinds),
+        lora=any(one.lora for one in kinds),
     )
 
 

@@ -50,6 +50,11 @@ class RequestSampling(Protocol):
         """Ids that end the request, the model's EOS ids included."""
         ...
 
+    @property
+    def adapter_slot(self) -> int:
+        """1 + the index of its adapter in the stack of adapters; 0 for none."""
+        ...
+
 
 @dataclass(frozen=True)
 class SamplingField:
@@ -132,6 +137,7 @@ FIELDS = (
         "logprobs_modes",
         lambda one: LOGPROBS_MODES.index(one.params.logprobs_mode),
     ),
+    SamplingField("adapter_slot", _INT, "lora", lambda one: one.adapter_slot),
     SamplingField("stop_ids", _INT, "min_tokens", lambda one: one.stop_ids, NO_TOKEN, STOP_WIDTH),
 )
 
@@ -165,6 +171,7 @@ def features_for(params: SamplingParams) -> Features:
             processors=bool(params.logits_processors),
             logprobs=None if params.logprobs is None else logprobs_size(params.logprobs),
             logprobs_modes=params.logprobs is not None and _uses(params, "logprobs_modes"),
+            lora=params.lora is not None,
         )
     )
 
@@ -181,6 +188,7 @@ class FixedSampling:
     params: SamplingParams
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    adapter_slot: int = 0
 
 
 def _uses(params: SamplingParams, feature: str) -> bool:

@@ -1,4 +1,4 @@
-"""Low-rank adapters in PEFT's layout (Hu et al., LoRA, 2021), added to the tensors of a model's checkpoint."""
+"""Reads low-rank adapters in PEFT's layout (Hu et al., LoRA, 2021), and adds one to the tensors of a checkpoint."""
 
 import math
 import os

@@ -34,7 +34,7 @@ from torch_bridge.transformers_cache.model_layout import plan_layers
 from torch_bridge.transformers_cache.placing import notice_changes
 from torch_bridge.transformers_cache.tables import padded
 
-_REFUSED = ("logits_processors", "prompt_logprobs", "structured_outputs")
+_REFUSED = ("logits_processors", "prompt_logprobs", "structured_outputs", "lora")
 """Attributes of `SamplingParams` that `jaxkv.LLM` serves and this function does not."""
 
 
@@ -62,8 +62,8 @@ def generate(
     Args:
         model: a causal language model; its attention layers, if it has any, must use "jaxkv".
         prompts: texts, lists or arrays of token ids, or dicts as for `jaxkv.LLM.generate`.
-        sampling: for all prompts, or one for each. `logits_processors`, `prompt_logprobs` and `structured_outputs` are
-            refused. Of the model's `generation_config`, its end ids alone are used.
+        sampling: for all prompts, or one for each. `logits_processors`, `prompt_logprobs`, `structured_outputs` and
+            `lora` are refused. Of the model's `generation_config`, its end ids alone are used.
         cache: the pool, its prefixes and its graphs; pass the same one again to reuse prefixes. Without one, a cache
             for this call alone is made, with graphs on a GPU, which needs `max_tokens` in `sampling`.
         tokenizer: for texts, and for stop strings and bad words: a fast tokenizer of Transformers, a `Tokenizer` of
