@@ -23,6 +23,7 @@ _SPELLED = {
     "host_bytes": "--host-bytes",
     "ignore_config_keys": "--ignore-config-key",
     "max_model_len": "--max-model-len",
+    "max_rank": "--max-lora-rank",
     "max_sequences": "--max-sequences",
     "max_tokens": "--max-tokens",
     "min_p": "--min-p",

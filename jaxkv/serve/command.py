@@ -4,13 +4,14 @@ import argparse
 import gc
 import os
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
+from jaxkv.config.lora import LoraConfig
 from jaxkv.options import (
     add_processor_option,
     add_serving_options,
@@ -53,6 +54,7 @@ def add_serve[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[
     add_serving_options(serve, max_sequences=CacheConfig.max_sequences)
     _add_address_options(serve)
     _add_engine_options(serve)
+    _add_lora_options(serve)
     _add_parser_options(serve)
     _add_limits(serve)
     serve.set_defaults(run=_serve)
@@ -125,6 +127,33 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "is some of greedy, drawn and filtered, joined by +, and all three if left out. May be given several times "
         "(default: programs are compiled when they are first needed)",
     )
+
+
+def _add_lora_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora-modules",
+        type=_lora_module,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="low-rank adapters in PEFT's layout, which requests choose by giving NAME as their model (default: none)",
+    )
+    parser.add_argument(
+        "--max-lora-rank",
+        type=size,
+        default=LoraConfig.max_rank,
+        metavar="N",
+        help="highest rank of an adapter (default: %(default)s)",
+    )
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    """Reads "name=folder"."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, got {text[:80]!r}")
+    return name, folder
 
 
 def _add_parser_options(parser: argparse.ArgumentParser) -> None:
@@ -248,6 +277,10 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
     )
     _allow_descriptors(limits.connections + limits.lingering + _DESCRIPTORS)
     name = options.served_model_name or options.model or _DEFAULT_NAME
+    if name in start.lora_modules:
+        raise ValueError(
+            f"an adapter of --lora-modules has the model's name, {name!r}; give it another, or --served-model-name"
+        )
 
     def say_ready() -> None:
         # What is loaded by now stays; the garbage collector need not look at it again during requests.
@@ -266,6 +299,7 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
             limits,
             tool_parser=options.tool_parser,
             reasoning_parser=options.reasoning_parser,
+            adapters=tuple(start.lora_modules),
         )
         config = uvicorn_config(make_app(service, keys), limits)
         server = Server(
@@ -313,10 +347,26 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         cache=_changed(cache_of(options)),
         engine=_changed(engine),
         logits_processors=processor_places(options),
+        lora=_lora(options),
+        lora_modules=dict(options.lora_modules),
         warm_up=tuple(options.warm_up),
         hang_seconds=options.hang_seconds,
         sampling_defaults=options.generation_config == "auto",
     )
+
+
+def _lora(options: argparse.Namespace) -> dict[str, int] | None:
+    """Returns the fields of the server's `LoraConfig`; `None` without adapters.
+
+    Raises:
+        ValueError: two adapters have the same name, or there are too many.
+    """
+    modules = dict(options.lora_modules)
+    if len(modules) < len(options.lora_modules):
+        raise ValueError("two adapters of --lora-modules have the same name; rename one of them")
+    if not modules:
+        return None
+    return asdict(LoraConfig(max_adapters=len(modules), max_rank=options.max_lora_rank))
 
 
 def _changed(config: CacheConfig | EngineConfig) -> dict[str, Any]:

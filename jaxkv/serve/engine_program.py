@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
+from jaxkv.config.lora import LoraConfig
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.recovery import is_fatal, is_loss
@@ -356,24 +357,32 @@ def _load(start: Start) -> LLM:
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
         logits_processors=processor_functions(start.logits_processors),
+        lora=None if start.lora is None else LoraConfig(**start.lora),
     )
+    for name, path in start.lora_modules.items():
+        llm.add_lora(name, path)
     _warm_up(llm, start.warm_up)
     return llm
 
 
 def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
-    """Compiles the programs of `Start.warm_up`, with and without the logits processors of the model, and runs each."""
+    """Compiles the programs of `Start.warm_up` and runs each; with and without logits processors and adapters."""
     # One program serves all processors.
     names = [one.name for one in llm.engine.runner.processors.processors]
     calls = [{}, {names[0]: {}}] if names else [{}]
+    # One program serves all adapters, too.
+    adapters = [None, *list(llm.list_loras())[:1]]
     for batch, prompt_tokens, samplings in sizes:
         most = max(1, llm.max_model_len - prompt_tokens)
-        for sampling, processors in product(samplings, calls):
+        for sampling, processors, adapter in product(samplings, calls, adapters):
             llm.warm_up(
                 batch=batch,
                 prompt_tokens=prompt_tokens,
                 sampling=replace(
-                    WARM_SAMPLINGS[sampling], max_tokens=most, logits_processors=processors
+                    WARM_SAMPLINGS[sampling],
+                    max_tokens=most,
+                    logits_processors=processors,
+                    lora=adapter,
                 ),
             )
     if sizes:

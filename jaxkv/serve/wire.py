@@ -40,6 +40,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
         cache: fields of `CacheConfig` that differ from their defaults.
         engine: fields of `EngineConfig` that differ from their defaults.
         logits_processors: name -> "module:function" of each logits processor.
+        lora: fields of `LoraConfig`; `None` for no adapters.
+        lora_modules: name -> folder of each adapter.
         warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
             `Ready`; see `jaxkv.serve.warm_samplings`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
@@ -56,6 +58,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     cache: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     logits_processors: dict[str, str] = {}
+    lora: dict[str, Any] | None = None
+    lora_modules: dict[str, str] = {}
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     hang_seconds: float = 30.0
     sampling_defaults: bool = False

@@ -48,6 +48,7 @@ NOT_RUN = {
     ("README.md", "serves until it is stopped"): 1,
     ("docs/how-to/trainer.md", "takes minutes"): 1,
     ("docs/how-to/trainer.md", "needs google-tunix"): 1,
+    ("docs/how-to/trainer.md", "needs adapters on disk"): 1,
 }
 NEEDS_TORCH = ("docs/how-to/transformers.md",)
 # Page -> a word of blocks that another test runs: tests/torch_bridge/transformers_cache/test_cache.py.

@@ -51,6 +51,10 @@ def mistake(capsys, *arguments):
         (["--logits-processor", "module"], "must be MODULE:FUNCTION or NAME=MODULE:FUNCTION"),
         (["--logits-processor", "=module:f"], "must be MODULE:FUNCTION or NAME=MODULE:FUNCTION"),
         (["--logits-processor", "a:f", "--logits-processor", "b:f"], "have the same name"),
+        (["--lora-modules", "folder"], "must be NAME=FOLDER, got 'folder'"),
+        (["--lora-modules", "a=x", "a=y"], "two adapters of --lora-modules have the same name"),
+        (["--lora-modules", "default=x"], "has the model's name, 'default'; give it another, or"),
+        (["--lora-modules", "a=x", "--max-lora-rank", "0"], "--max-lora-rank must be"),
         (["--hang-seconds", "0"], "must be above 0"),
         (["--drain-seconds", "nan"], "must be above 0"),
         (["--max-waiting", "0"], "--max-waiting must be"),
@@ -64,6 +68,22 @@ def mistake(capsys, *arguments):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert message in mistake(capsys, *arguments)
+
+
+def test_adapters_are_named_as_in_vllm():
+    given = [
+        "--lora-modules",
+        "a=one",
+        "b=two",
+        "--lora-modules",
+        "c=three",
+        "--max-lora-rank",
+        "8",
+    ]
+    start = command._start(command_options(given))
+    assert start.lora_modules == {"a": "one", "b": "two", "c": "three"}
+    assert start.lora == {"max_adapters": 3, "max_rank": 8}
+    assert command._start(command_options([])).lora is None
 
 
 def test_parsers_are_named_as_in_vllm():

@@ -133,7 +133,7 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
         ApiError: 4xx for a body that cannot be served, 429 and 503 if nothing can begin now.
     """
     body = convert(without_refused(tree), ChatBody)
-    check_model(service, body.model)
+    adapter = check_model(service, body.model)
     body.check()
     check_prompts(service, 1, body.n or 1)
     choice = service.parsers
@@ -142,6 +142,7 @@ async def open_turn(service: Service, request: Request, tree: Mapping[str, Any])
         raise bad_request("the model has no known format of tool calls; give no tools", "tools")
     defaults, forced = service.facts.sampling_defaults, _forced(body, tree, tool_choice)
     params = _sampling(body, defaults, choice.keeps_special_tokens, forced)
+    params = replace(params, lora=adapter)
     if body.offered and tool_choice != "auto":
         _refuse_channels(choice, "tool_choice")
     options = body_options(body, tree.get("tools"), service.tokenizer)

@@ -47,7 +47,7 @@ class CompletionBody(SamplingFields, kw_only=True, forbid_unknown_fields=True, f
 async def completions(service: Service, request: Request) -> Answer:
     """Answers a request."""
     body = convert(without_refused(request.json()), CompletionBody)
-    check_model(service, body.model)
+    adapter = check_model(service, body.model)
     body.check_stream_options()
     prompts = _prompts(body.prompt)
     check_prompts(service, len(prompts), body.n or 1)
@@ -55,6 +55,7 @@ async def completions(service: Service, request: Request) -> Answer:
         service.facts.sampling_defaults,
         logprobs=body.logprobs,
         prompt_logprobs=_scored(body),
+        lora=adapter,
     )
     special = body.add_special_tokens is not False
     ids = [

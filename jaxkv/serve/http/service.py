@@ -50,6 +50,7 @@ class Service:
         created: Unix time of the start, in seconds.
         tool_parser: name of the format of the model's tool calls, or "none"; if not given, it is found.
         reasoning_parser: name of the format of the model's reasoning, or "none"; if not given, it is found.
+        adapters: names of the adapters that requests may give in place of the model's.
         recorder: counts what the server does.
         stats: the engine's statistics.
         picture: the engine's statistics and its picture.
@@ -65,6 +66,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    adapters: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Bounds the threads."""

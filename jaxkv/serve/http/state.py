@@ -8,6 +8,7 @@ from jaxkv.serve.http.replies import Reply
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
 from jaxkv.version import __version__
+from jaxkv.wording import listed
 
 
 async def health(service: Service, request: Request) -> Reply:
@@ -36,40 +37,44 @@ async def version(service: Service, request: Request) -> Reply:
 
 
 async def models(service: Service, request: Request) -> Reply:
-    """Lists the one served model."""
+    """Lists the served model and its adapters."""
     del request
-    return Reply.json({"object": "list", "data": [_model(service)]})
+    served = [_model(service, name) for name in (None, *service.adapters)]
+    return Reply.json({"object": "list", "data": served})
 
 
 async def model(service: Service, request: Request) -> Reply:
-    """Describes the served model."""
-    check_model(service, request.path["model"])
-    return Reply.json(_model(service))
+    """Describes the served model, or an adapter of it."""
+    return Reply.json(_model(service, check_model(service, request.path["model"])))
 
 
-def check_model(service: Service, name: str) -> None:
-    """Checks the model that a request names.
+def check_model(service: Service, name: str) -> str | None:
+    """Returns the adapter that a request names as its model; `None` for the model alone.
 
     Raises:
-        ApiError: 404 if it is not the served one.
+        ApiError: 404 if it is neither the served model nor an adapter of it.
     """
-    if name != service.model_name:
-        raise ApiError(
-            404,
-            "model_not_found",
-            f"that model is not served here; the served model is {service.model_name!r}",
-            "model",
-        )
+    if name == service.model_name:
+        return None
+    if name in service.adapters:
+        return name
+    adapters = f", and its adapters are {listed(service.adapters)}" if service.adapters else ""
+    raise ApiError(
+        404,
+        "model_not_found",
+        f"that model is not served here; the served model is {service.model_name!r}{adapters}",
+        "model",
+    )
 
 
-def _model(service: Service) -> dict[str, object]:
+def _model(service: Service, adapter: str | None = None) -> dict[str, object]:
     return {
-        "id": service.model_name,
+        "id": adapter or service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "jaxkv",
-        "root": service.model_name,
-        "parent": None,
+        "root": adapter or service.model_name,
+        "parent": None if adapter is None else service.model_name,
         "max_model_len": service.facts.max_model_len,
         "default_sampling_params": service.facts.sampling_defaults,
     }

@@ -1,7 +1,7 @@
 import asyncio
 
 from jaxkv import __version__
-from tests.serve.http.serving import serving
+from tests.serve.http.serving import CHATTY, serving
 
 
 def test_health_ready_version_and_models_answer():
@@ -19,6 +19,35 @@ def test_health_ready_version_and_models_answer():
                 404,
                 "model_not_found",
             )
+
+    asyncio.run(run())
+
+
+def test_adapters_are_models_whose_parent_is_the_served_one():
+    async def run():
+        async with serving(tokenizer=CHATTY) as server:
+            server.service.adapters = ("sql", "chat")
+            listed = (await server.http.get("/v1/models")).json()["data"]
+            told = [(model["id"], model["root"], model["parent"]) for model in listed]
+            assert told == [
+                ("tiny", "tiny", None),
+                ("sql", "sql", "tiny"),
+                ("chat", "chat", "tiny"),
+            ]
+            assert (await server.http.get("/v1/models/chat")).json() == listed[2]
+            missing = await server.http.get("/v1/models/other")
+            assert "'tiny', and its adapters are sql, chat" in missing.json()["error"]["message"]
+            for name, lora in (("tiny", None), ("sql", "sql")):
+                chat = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+                for path, given in (
+                    ("/v1/completions", {"model": name, "prompt": "hi"}),
+                    ("/v1/chat/completions", chat),
+                ):
+                    reply = await server.http.post(path, json=given | {"max_tokens": 1})
+                    assert reply.status_code == 200, reply.text
+                    assert reply.json()["model"] == name
+                    *_, call = server.engine.calls.values()
+                    assert call.sampling.get("lora") == lora
 
     asyncio.run(run())
 
