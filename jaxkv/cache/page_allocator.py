@@ -91,6 +91,7 @@ class PageAllocator:
             for g in layout.groups
         }
         self._groups = GroupPools(layout.groups, self._pools)
+        self._in_place = frozenset(group.name for group in layout.in_place_groups)
         self._held: dict[int, SequencePages] = {}
         self._views: dict[int, SequenceView] = {}
         self._prefix_owner: PrefixOwner | None = None
@@ -193,8 +194,12 @@ class PageAllocator:
             )
         counts = held.count_needed(num_tokens, whole)
         missing = self._missing(counts)
-        if missing and self._reclaim(missing, self._rewritten(held, missing, num_tokens)):
-            counts = held.count_needed(num_tokens, whole)
+        if missing:
+            rewritten = self._rewritten(held, missing, num_tokens)
+            may_gain = any(rewritten.values()) or self._groups.recurrent
+            if self._reclaim(missing, rewritten) and may_gain:
+                # What the owner has dropped may have one holder now, which needs no copy of it.
+                counts = held.count_needed(num_tokens, whole)
         taken = self._take(seq, counts)
         copies = held.place(num_tokens, whole, taken)
         return Reservation(
@@ -515,13 +520,16 @@ class PageAllocator:
 
     def _missing(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Returns group name -> how many more pages or states are wanted than are free, for groups with too few."""
-        free = {name: self._pools[name].num_free for name in counts}
-        return {name: count - free[name] for name, count in counts.items() if count > free[name]}
+        pools = self._pools
+        return {
+            name: count - free
+            for name, count in counts.items()
+            if count > (free := pools[name].num_free)
+        }
 
     def _reclaim(self, missing: Mapping[str, int], rewritten: Mapping[str, list[int]]) -> bool:
         """Lets the prefix owner free what is missing; returns whether it did."""
-        in_place = {group.name for group in self._layout.in_place_groups}
-        if self._prefix_owner is None or missing.keys() & in_place:
+        if self._prefix_owner is None or missing.keys() & self._in_place:
             return False
         return self._prefix_owner.reclaim(missing, rewritten)
 
@@ -529,8 +537,11 @@ class PageAllocator:
         self, held: SequencePages, missing: Mapping[str, int], num_tokens: int
     ) -> dict[str, list[int]]:
         """Returns group name -> the shared pages that a step up to `num_tokens` would copy."""
-        groups = [group for group in self._layout.paged_groups if group.name in missing]
-        return {group.name: held.shared_pages(group, num_tokens) for group in groups}
+        return {
+            group.name: held.shared_pages(group, num_tokens)
+            for group in self._groups.groups
+            if group.name in missing and group.unit == "page"
+        }
 
     def _take(self, seq: int, counts: Mapping[str, int]) -> dict[str, list[int]]:
         """Takes `counts` pages or states of each group, or raises and takes none."""

@@ -59,7 +59,8 @@ class PagePool:
 
     def references(self, page: int) -> int:
         """Returns the number of references to an id; 0 if it is free."""
-        self._check_known([page])
+        if not self._first <= page < len(self._references):
+            self._check_known([page])  # Raises: it is not in this pool.
         return self._references[page]
 
     def counts(self) -> list[int]:
@@ -119,7 +120,8 @@ class PagePool:
         """Adds the prefix owner's reference to an id that is not free."""
         if page in self._kept:
             raise ValueError(f"cannot keep {self._noun} {page}: the prefix owner holds it already")
-        self.share([page])
+        self._check_held([page], "share")
+        self._references[page] += 1
         self._kept.add(page)
 
     def release_kept(self, page: int) -> bool:
@@ -129,8 +131,12 @@ class PagePool:
                 f"cannot release {self._noun} {page}: the prefix owner does not hold it"
             )
         self._kept.remove(page)
-        self._num_idle -= self._references[page] == 1
-        return bool(self.release([page]))
+        self._references[page] -= 1
+        if self._references[page]:
+            return False
+        self._num_idle -= 1
+        self._free.append(page)
+        return True
 
     def check(self) -> None:
         """Raises `ValueError` with the ids if the free list and the reference counts contradict each other."""

@@ -99,8 +99,10 @@ class PrefixTree:
 
     def touch(self, node: Node, tick: int, *, tail: int = 0) -> None:
         """Records a use at `tick`, and raises the page's tail mark to `tail`."""
-        node.tick, node.tail = tick, max(node.tail, tail)
-        self._enqueue(node)
+        tail = max(node.tail, tail)
+        if node.tick != tick or node.tail != tail:
+            node.tick, node.tail = tick, tail
+            self._enqueue(node)
 
     def clear_tail(self, node: Node) -> None:
         """Clears the `ENDED` mark of a page whose sequence has grown beyond it; a `HIT` mark stays."""
@@ -116,7 +118,11 @@ class PrefixTree:
             worth: 1 if removing a page frees it, 0 if a sequence still holds it.
             tick: the current tick; pages held by sequences that are examined count as used at this tick.
         """
-        chosen = self._longest_unused(count, worth, tick)
+        if count == 1:
+            oldest = self._oldest_unused(worth, tick)
+            chosen = [] if oldest is None else [oldest]
+        else:
+            chosen = self._longest_unused(count, worth, tick)
         if len(chosen) < count:
             # Pages that only the index holds must always be reclaimable, so their descendants that sequences
             # hold are removed from the index too.
@@ -189,6 +195,26 @@ class PrefixTree:
         """Returns the page of a heap entry; `None` if it was removed or used since, or is no leaf any more."""
         node = self._nodes.get(rank[-1])
         return node if node is not None and _rank(node) == rank and self._may_go(node) else None
+
+    def _oldest_unused(self, worth: Callable[[Node], int], tick: int) -> Node | None:
+        """Returns what `_longest_unused` returns first, in less time; `None` if there is none.
+
+        Its rank stays in the heap and is outdated when the page is removed.
+        """
+        queue, held = self._queue, []
+        found = None
+        while queue:
+            node = self._current(queue[0])
+            if node is not None and worth(node):
+                found = node
+                break
+            heapq.heappop(queue)
+            if node is not None:
+                node.tick = tick
+                held.append(node)
+        for node in held:
+            self._enqueue(node)
+        return found
 
     def _longest_unused(self, count: int, worth: Callable[[Node], int], tick: int) -> list[Node]:
         """Returns the least recently used pages that no sequence holds.

@@ -352,7 +352,8 @@ class PrefixIndex:
                 return False
         self._tick += 1
         recurrent = {name: n for name, n in missing.items() if name not in self._trees}
-        self._states.reclaim_states(recurrent, self._tick)
+        if recurrent:
+            self._states.reclaim_states(recurrent, self._tick)
         for name in missing.keys() - recurrent.keys():
             self._reclaim_pages(name, missing[name], gains[name])
         return True
