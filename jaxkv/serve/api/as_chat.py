@@ -154,9 +154,9 @@ def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     if error.param is None:
         return error
     head = re.split(r"[.[]", error.param)[0]
-    theirs = names.get(head)
-    if theirs is None:
-        return error
+    theirs = names.get(head, head)
     param = theirs + error.param.removeprefix(head)
     message = error.message.replace(head, theirs)
+    # The other APIs have no object "function" inside tools.
+    param, message = (text.replace(".function.", ".") for text in (param, message))
     return ApiError(error.status, error.code, message, param, error.headers)

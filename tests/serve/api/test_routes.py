@@ -140,6 +140,7 @@ def test_tokens_are_counted_as_the_answer_counts_them():
         ({"temperature": 9}, "temperature"),
         ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
         ({"model": "other"}, "model"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format"),
     ],
 )
@@ -160,6 +161,7 @@ def test_a_refused_response_names_its_own_field(body, named):
         ({"max_tokens": -1}, "max_tokens"),
         ({"stop_sequences": [3]}, "stop_sequences"),
         ({"messages": "hi"}, "messages"),
+        ({"tools": [{"name": "a b"}]}, "tools[0].name"),
     ],
 )
 def test_a_refused_message_has_the_api_s_own_error(body, named):
