@@ -12,7 +12,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import transformers
 from transformers.activations import GELUTanh, SiLUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as llama
@@ -21,6 +20,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from torch_bridge.fused import kernels
 from torch_bridge.fused.checked import agree, is_right, numbers
 from torch_bridge.fused.fused_forward import FusedForward, fits, has_hooks, is_plain
+from torch_bridge.fused.known_code import is_same
 from torch_bridge.fused.linear import compute_together, forget_products
 
 _NORMS = {
@@ -33,7 +33,6 @@ _ACTIVATIONS = {
     SiLUActivation: kernels.SILU,
     GELUTanh: kernels.GELU_TANH,
 }
-_TRANSFORMERS = transformers.__path__[0]
 _ROTATION = "apply_rotary_pos_emb"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMED = "_jaxkv_normed"
@@ -274,11 +273,11 @@ def kind_of(module: torch.nn.Module) -> type[FusedForward] | None:
         getattr(module, "weight", None), torch.nn.Parameter
     ):
         return FusedNorm
-    if _is_same(forward, llama.LlamaMLP.forward) and type(module.act_fn) in _ACTIVATIONS:
+    if is_same(forward, llama.LlamaMLP.forward) and type(module.act_fn) in _ACTIVATIONS:
         return FusedGate
     known = llama.LlamaDecoderLayer.forward
     names = forward.__code__.co_varnames == known.__code__.co_varnames
-    if names and _is_same(forward, known):
+    if names and is_same(forward, known):
         return FusedLayer
     return None if _rotation_of(forward) is None else Rotating
 
@@ -293,8 +292,8 @@ def _form_of(forward: object, norm: object) -> int | None:
     """Returns the form of norms with a forward, and the method `_norm` that it may call, or `None`."""
     for kind, form in _NORMS.items():
         known = getattr(kind, "_norm", None)
-        same_norm = norm is known is None or _is_same(norm, known)
-        if same_norm and _is_same(forward, kind.forward):
+        same_norm = norm is known is None or is_same(norm, known)
+        if same_norm and is_same(forward, kind.forward):
             return form
     return None
 
@@ -304,23 +303,4 @@ def _rotation_of(forward: types.FunctionType) -> types.FunctionType | None:
     if _ROTATION not in forward.__code__.co_names:
         return None
     own = forward.__globals__.get(_ROTATION)
-    return own if _is_same(own, llama.apply_rotary_pos_emb) else None
-
-
-def _is_same(function: object, known: object) -> bool:
-    """Whether two functions have the same code, apart from texts such as docstrings, and `known` is Transformers' own.
-
-    What was put in the place of Transformers' own since has its code in another file.
-    """
-    if not isinstance(function, types.FunctionType) or not isinstance(known, types.FunctionType):
-        return False
-    if not known.__code__.co_filename.startswith(_TRANSFORMERS):
-        return False
-    return _bytecode(function) == _bytecode(known)
-
-
-def _bytecode(function: types.FunctionType) -> tuple[Any, ...]:
-    code = function.__code__
-    numbers = tuple((type(one), one) for one in code.co_consts if not isinstance(one, str))
-    arguments = code.co_argcount, code.co_kwonlyargcount, code.co_flags, function.__defaults__
-    return code.co_code, numbers, code.co_names, *arguments, function.__closure__
+    return own if is_same(own, llama.apply_rotary_pos_emb) else None
