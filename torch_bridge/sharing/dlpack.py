@@ -63,14 +63,14 @@ def _stream_of_torch(array: jax.Array) -> int | None:
 def _exported(array: jax.Array, stream: int | None) -> torch.Tensor:
     try:
         # This is the function below `array.__dlpack__`, which would repeat the checks made here.
-        tensor = from_dlpack(
-            _jax.buffer_to_dlpack_managed_tensor(array.addressable_data(0), stream=stream)
-        )
+        # The shard is a new handle: a process whose exported array is deleted, while a tensor shares it, is aborted.
+        shard = array.addressable_data(0)
+        tensor = from_dlpack(_jax.buffer_to_dlpack_managed_tensor(shard, stream=stream))
     except (BufferError, RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise NotZeroCopy(
             f"torch cannot view {array.dtype}{list(array.shape)}: {error}. Store it as uint8"
         ) from error
-    if array.size and tensor.data_ptr() != array.unsafe_buffer_pointer():
+    if tensor.data_ptr() != array.unsafe_buffer_pointer() and array.size:
         raise NotZeroCopy(f"torch copied {array.dtype}{list(array.shape)}, so nothing is shared")
     return tensor
 

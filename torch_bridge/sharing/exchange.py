@@ -31,5 +31,5 @@ def moved(names: tuple[str, ...], arrays: tuple[jax.Array, ...], pointers: list[
     return [
         name
         for name, array, pointer in zip(names, arrays, pointers, strict=True)
-        if array.size and array.unsafe_buffer_pointer() != pointer
+        if array.unsafe_buffer_pointer() != pointer and array.size
     ]
