@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+
+from pallas_kernels.fixed_order import is_fixed
 
 _LOG = logging.getLogger(__name__)
 _FALLBACKS: Counter[tuple[str, str, str]] = Counter()
@@ -25,6 +28,11 @@ class Question:
     place: str
     refusals: Mapping[str, str | None]
 
+
+# Ops whose kernel computes each row in one order, whatever the sizes of the call; "xla" has that for every op.
+_FIXED_KERNELS = frozenset(
+    {"filter_bounds", "page_write", "ragged_attention", "rotary_write", "skinny_matmul"}
+)
 
 _ASKED: ContextVar[list[Question] | None] = ContextVar("asked", default=None)
 _PLACE: ContextVar[str] = ContextVar("place", default="")
@@ -93,6 +101,8 @@ def choose(
         raise ValueError(
             f"{op} has no implementation {implementation!r}; choose one of {', '.join(reasons)}"
         )
+    if is_fixed():
+        reasons = {name: partial(_unless_unfixed, op, name, of) for name, of in reasons.items()}
     asked = _ASKED.get()
     if asked is not None:
         return _answer(asked, op, reasons, by_name)
@@ -106,6 +116,13 @@ def choose(
             return name
         refusals[name] = refusal
     raise _unsupported(op, refusals)
+
+
+def _unless_unfixed(op: str, name: str, why_not: Callable[[], str | None]) -> str | None:
+    """Returns why an implementation cannot run under the fixed order of sums, or for its own reason."""
+    if name != "xla" and op not in _FIXED_KERNELS:
+        return "its order of sums depends on the call (batch_invariant)"
+    return why_not()
 
 
 def _answer(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_floats
 from pallas_kernels.arrays import ArrayOrStruct
+from pallas_kernels.fixed_order import sum_of_last
 
 _NORM_EPS = 1e-6
 
@@ -96,7 +97,7 @@ def tokens_of(
 
 
 def _unit(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _NORM_EPS)
+    return x * jax.lax.rsqrt(sum_of_last(jnp.square(x)) + _NORM_EPS)
 
 
 def check_delta(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_floats
+from pallas_kernels.fixed_order import sum_of_last
 
 
 class SelectiveArrays(NamedTuple):
@@ -71,7 +72,7 @@ def output(
     skip: Float[Array, " channels"],
 ) -> Float[Array, "rows channels"]:
     """Returns the output of a token, given the state after it."""
-    read = jnp.sum(state * token.c[:, None, :], axis=-1)
+    read = sum_of_last(state * token.c[:, None, :])[..., 0]
     return read + skip.astype(jnp.float32)[None] * token.x
 
 

@@ -1,7 +1,8 @@
 """`delta_scan` in plain XLA: a triangular system within each piece of a chunk, and a loop that carries the state.
 
 The system is that of Yang et al. (Parallelizing Linear Transformers with the Delta Rule, arXiv:2406.06484): a token's
-correction depends on the state and on the corrections of all earlier tokens of its piece.
+correction depends on the state and on the corrections of all earlier tokens of its piece. Under the fixed order of sums
+the recurrence runs token by token, so that decode steps are steps of it too.
 """
 
 from functools import partial
@@ -12,8 +13,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.delta import DeltaArrays, DeltaSizes, Tokens, tokens_of
 from pallas_kernels.arguments.states import StateTables
+from pallas_kernels.fixed_order import is_fixed, sum_of_last
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens
 from pallas_kernels.packed.states import by_token, put_pieces
+from pallas_kernels.packed.token_scan import scan_tokens
 
 LARGEST_PIECE = 64
 _multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -26,6 +29,8 @@ def delta_scan(
     chunk_size: int,
 ) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
     """Implements `api.delta_scan`."""
+    if is_fixed():
+        return _by_token(layer, tables, chunk_size=chunk_size)
     a_log, dt_bias, states, qkv, a, b = layer
     cu_q_lens, seq_lens, read_states, *_ = tables
     tokens = len(qkv)
@@ -39,6 +44,32 @@ def delta_scan(
     out = by_token(out, pieces, row, place, positions)
     out = jnp.where((place >= 0)[:, None, None], out, 0.0).astype(qkv.dtype)
     return out, put_pieces(states, after, pieces, tables, chunk_size=chunk_size)
+
+
+def _by_token(
+    layer: DeltaArrays, tables: StateTables, *, chunk_size: int
+) -> tuple[Float[Array, "tokens heads value_dim"], Float[Array, "states heads key_dim value_dim"]]:
+    """Computes the recurrence token by token."""
+
+    def advance(state: Array, token: Tokens) -> tuple[Array, Array]:
+        state *= jnp.exp(token.decay)[:, None, None]
+        correction = (token.v - _read(state, token.k)) * token.beta[:, None]
+        state += token.k[:, :, None] * correction[:, None, :]
+        return state, _read(state, token.q)
+
+    sizes = DeltaSizes.of(layer.states, layer.qkv)
+    parts = tokens_of(layer.a_log, layer.dt_bias, *layer[3:], sizes)
+    out, states = scan_tokens(
+        advance, layer.states, parts, tables, chunk_size=chunk_size, rounds=True
+    )
+    return out.astype(layer.qkv.dtype), states
+
+
+def _read(
+    state: Float[Array, "heads key_dim value_dim"], key: Float[Array, "heads key_dim"]
+) -> Float[Array, "heads value_dim"]:
+    """Returns the products of each head's state with a key or query."""
+    return sum_of_last(jnp.swapaxes(state, 1, 2) * key[:, None, :])[:, :, 0]
 
 
 def _gather(parts: Tokens, pieces: Pieces, size: int) -> Tokens:

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int
 
 from pallas_kernels.filter_bounds.near_best import near_best
+from pallas_kernels.fixed_order import by_row_tiles
 
 
 def filter_bounds(
@@ -15,6 +16,16 @@ def filter_bounds(
     temperature: Float32[Array, " rows"],
 ) -> Float32[Array, " rows"]:
     """Implements `api.filter_bounds`."""
+    return by_row_tiles(_bounds, logits, top_k, top_p, min_p, temperature)
+
+
+def _bounds(
+    logits: Float32[Array, "rows vocab"],
+    top_k: Int[Array, " rows"],
+    top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
+    temperature: Float32[Array, " rows"],
+) -> Float32[Array, " rows"]:
     vocab = logits.shape[1]
     # A stable sort would also carry the ids, which are not needed.
     ascending = lax.sort(logits, dimension=1, is_stable=False)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.index_keys import split_index_pages
 from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.packed.query_tiles import (
@@ -55,24 +56,31 @@ def visit_tiles(
     per_query = arrays.capacity * 4 * (q.shape[1] + 4)
     most = max(1, temporary_bytes // per_query)
     is_packed = cu_q_lens is not None
-    tile_size = tile_size_of(tokens, rows, min(LARGEST_TILE, most)) if is_packed else 1
+    largest = 1 if is_fixed() else min(LARGEST_TILE, most)
+    tile_size = tile_size_of(tokens, rows, largest) if is_packed else 1
     tiles = tiles_of(tokens, seq_lens, cu_q_lens, tile_size)
 
     def score(tile: Tiles) -> PyTree[Array]:
         query = jnp.arange(tile_size, dtype=jnp.int32)
         token = tile.first_token + query
         page_ids = page_table[tile.row]
-        scores = _scores(
-            q.at[token].get(mode="clip"),
-            weights.at[token].get(mode="clip"),
-            index_pages.at[page_ids].get(mode="clip", wrap_negative_indices=False),
-        )
+        queries = q.at[token].get(mode="clip"), weights.at[token].get(mode="clip")
+        pages = index_pages.at[page_ids].get(mode="clip", wrap_negative_indices=False)
+        if is_fixed():
+            # Page by page, so that no score depends on the width of the table.
+            found = lax.map(lambda page: _scores(*queries, page[None]), pages)
+            scores = found.transpose(1, 0, 2).reshape(tile_size, -1)
+        else:
+            scores = _scores(*queries, pages)
         seen = jnp.where(query < tile.num_queries, tile.first_position + query + 1, 0)
         return visit(Scored(scores, seen, page_ids))
 
     batch = max(1, most // tile_size)
     is_whole = batch >= len(tiles.row)
-    results = jax.vmap(score)(tiles) if is_whole else lax.map(score, tiles, batch_size=batch)
+    if is_fixed():
+        results = lax.map(score, tiles)
+    else:
+        results = jax.vmap(score)(tiles) if is_whole else lax.map(score, tiles, batch_size=batch)
     results = jax.tree.map(lambda result: result.reshape(-1, *result.shape[2:]), results)
     return results if cu_q_lens is None else unpack_tiles(results, tokens, cu_q_lens, tile_size)
 

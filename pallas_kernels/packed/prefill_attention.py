@@ -2,6 +2,8 @@
 
 A small step is a single batch of tiles. A large one loops over batches, each with enough queries for an efficient
 product, and within a batch over as many blocks of keys as it needs. Both loops bound the temporary memory.
+
+Under the fixed order of sums every query is a batch of its own, and visits the same blocks of keys in every step.
 """
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.packed.query_tiles import (
     Tiles,
     cut_tiles,
@@ -33,9 +36,9 @@ def prefill_attention(
     q, seq_lens, cu_q_lens = arrays.q, arrays.seq_lens, arrays.cu_q_lens
     assert cu_q_lens is not None
     tokens, rows = q.shape[0], seq_lens.shape[0]
-    tile_size = tile_size_of(tokens, rows, largest_tile)
+    tile_size = 1 if is_fixed() else tile_size_of(tokens, rows, largest_tile)
     num_tiles = most_tiles(tokens, rows, tile_size)
-    batch = min(num_tiles, max(1, largest_tile // tile_size))
+    batch = 1 if is_fixed() else min(num_tiles, max(1, largest_tile // tile_size))
     num_batches = -(-num_tiles // batch)
     tiles = cut_tiles(seq_lens, cu_q_lens, tile_size, num_batches * batch)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
+from pallas_kernels.fixed_order import KEYS, is_fixed
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -72,7 +73,8 @@ def attend_tiles(
     """Returns the outputs in float32 and their log-sum-exp; queries from `num_queries` on give zeros and `-inf`.
 
     Query j of a tile is at position `first_position + j`. If the gathered keys and the scores would take more than
-    about `temporary_bytes` bytes, a loop visits the keys in blocks, as many as the longest tile needs.
+    about `temporary_bytes` bytes, a loop visits the keys in blocks, as many as the longest tile needs. Under the fixed
+    order of sums the loop always runs, over blocks at fixed positions; one that a query does not see changes nothing.
     """
     q, page_table, first_position, num_queries = tiled
     window = options.window
@@ -80,7 +82,8 @@ def attend_tiles(
     kv_heads = pools.k.shape[2]
     pools, page_table = _with_small_pages(pools, page_table)
     page_size = pools.k.shape[1]
-    page_table, first_key = _narrow(page_table, first_position, queries, page_size, window)
+    reach = None if is_fixed() else window
+    page_table, first_key = _narrow(page_table, first_position, queries, page_size, reach)
     grouped = q.reshape(tiles, queries, kv_heads, heads // kv_heads, head_dim)
     query = jnp.arange(queries, dtype=jnp.int32)[None, :]
     position = jnp.where(query < num_queries[:, None], first_position[:, None] + query, -1)
@@ -99,7 +102,9 @@ def attend_tiles(
     running = _nothing_yet(grouped)
     width = page_table.shape[1]
     block = _pages_per_block(q, pools.k, temporary_bytes)
-    if block >= width:
+    if is_fixed():
+        block = max(1, KEYS // page_size)
+    elif block >= width:
         return _finish(visit(page_table, first_key, running), sinks)
     page_table = jnp.pad(page_table, ((0, 0), (0, -width % block)), mode="edge")
 

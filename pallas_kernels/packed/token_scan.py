@@ -1,4 +1,4 @@
-"""A recurrence over packed tokens, one by one: what the references of the scans share."""
+"""A recurrence over packed tokens, one by one: for the references of the scans, and for the fixed order of sums."""
 
 from collections.abc import Callable
 
@@ -17,6 +17,7 @@ def scan_tokens(
     tables: StateTables,
     *,
     chunk_size: int,
+    rounds: bool = False,
 ) -> tuple[Float[Array, "tokens ..."], Float[Array, "states ..."]]:
     """Returns the tokens' outputs in float32, zeros for padding tokens, and the updated pool.
 
@@ -28,6 +29,8 @@ def scan_tokens(
         parts: the tokens' inputs.
         tables: the rows' bounds, lengths and states.
         chunk_size: tokens of a chunk; snapshots are written at ends of chunks and of rows.
+        rounds: round the state to the pool's dtype after every token, as a decode step does, so that the states do not
+            depend on how the tokens are divided among steps.
     """
     cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states = tables
     tokens, num_states = len(jax.tree.leaves(parts)[0]), len(states)
@@ -45,6 +48,8 @@ def scan_tokens(
         pool, state = carry
         part, row, place, end, kept = now
         state, out = step(jnp.where(place == 0, begun[row], state), part)
+        if rounds:
+            state = state.astype(pool.dtype).astype(jnp.float32)
         for target in (end, kept):
             pool = pool.at[target].set(state.astype(pool.dtype), mode="drop")
         return (pool, state), out

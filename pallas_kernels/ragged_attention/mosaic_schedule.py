@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, SHARED_BYTES_PER_BLOCK, WGMMA_ROWS
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.tuning import choose, round_up_to_power
 
 # Consumer warpgroups, each of 64 rows: tokens x heads of a pack.
@@ -123,12 +124,16 @@ class Schedule:
     def of(cls, geometry: Geometry, tokens: int, rows: int, window: int | None) -> "Schedule":
         """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`.
 
+        Under the fixed order of sums it is always that of `by_rule`, whose tiles of keys are equal for all shapes.
+
         Args:
             geometry: the sizes of heads and pages.
             tokens: queries of the call, padding included.
             rows: rows of the call.
             window: sliding window in keys, or `None`.
         """
+        if is_fixed():
+            return cls.by_rule(geometry, window)
         return choose(
             "ragged_attention",
             shape_class(geometry, tokens, rows, window),

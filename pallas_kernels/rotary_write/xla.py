@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.fixed_order import sum_of_last
 from pallas_kernels.formats.page_scatter import scatter_tokens
 from pallas_kernels.formats.quantise import quantise
 from pallas_kernels.rotary_write.arguments import RotaryArrays
@@ -34,7 +35,7 @@ def _normalise(
 ) -> Float[Array, "tokens heads head_dim"]:
     """Divides rows by their root mean square in float32, casts to the dtype of `x`, then multiplies by the weight."""
     wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    mean_square = sum_of_last(jnp.square(wide)) / x.shape[-1]
     unit = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
     return unit * weight[None, None]
 

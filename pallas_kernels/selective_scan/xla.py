@@ -3,6 +3,8 @@
 A first pass over the tokens of all pieces yields what each piece adds to a state of zeros. A loop over the pieces then
 yields the state before each of them, and a second pass its outputs. Nothing of the size tokens * channels * d_state is
 stored, and all numbers are sums of products that the recurrence itself has, so no step size can overflow.
+
+Under the fixed order of sums the recurrence runs token by token, so that decode steps are steps of it too.
 """
 
 import jax
@@ -18,8 +20,10 @@ from pallas_kernels.arguments.selective import (
     tokens_of,
 )
 from pallas_kernels.arguments.states import StateTables
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens
 from pallas_kernels.packed.states import by_token, put_pieces
+from pallas_kernels.packed.token_scan import scan_tokens
 
 LARGEST_PIECE = 64
 
@@ -31,6 +35,8 @@ def selective_scan(
     chunk_size: int,
 ) -> tuple[Float[Array, "tokens channels"], Float[Array, "states channels d_state"]]:
     """Implements `api.selective_scan`."""
+    if is_fixed():
+        return _by_token(layer, tables, chunk_size=chunk_size)
     states, tokens = layer.states, len(layer.x)
     cu_q_lens = tables.cu_q_lens
     size = max(n for n in range(1, min(chunk_size, LARGEST_PIECE) + 1) if chunk_size % n == 0)
@@ -54,6 +60,23 @@ def selective_scan(
     out = by_token(out.transpose(1, 0, 2), pieces, row, place, positions)
     out = jnp.where((place >= 0)[:, None], out, 0.0).astype(layer.x.dtype)
     return out, put_pieces(states, after, pieces, tables, chunk_size=chunk_size)
+
+
+def _by_token(
+    layer: SelectiveArrays, tables: StateTables, *, chunk_size: int
+) -> tuple[Float[Array, "tokens channels"], Float[Array, "states channels d_state"]]:
+    """Computes the recurrence token by token."""
+    rates = rates_of(layer.a_log)
+
+    def visit(state: Array, token: SelectiveTokens) -> tuple[Array, Array]:
+        row = SelectiveTokens(*(part[None] for part in token))
+        state = advance(state[None], row, rates)
+        return state[0], output(state, row, layer.skip)[0]
+
+    out, states = scan_tokens(
+        visit, layer.states, tokens_of(layer), tables, chunk_size=chunk_size, rounds=True
+    )
+    return out.astype(layer.x.dtype), states
 
 
 def _by_place(tokens: SelectiveTokens, pieces: Pieces, size: int) -> SelectiveTokens:

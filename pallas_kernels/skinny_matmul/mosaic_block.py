@@ -21,16 +21,21 @@ class Block:
     """One block. A *turn* is an iteration over a tile's contraction; a *step* counts the turns of all its tiles."""
 
     def __init__(
-        self, geometry: Geometry, schedule: Schedule, ending: Ending, refs: Mapping[str, Ref]
+        self,
+        geometry: Geometry,
+        schedule: Schedule,
+        ending: Ending,
+        refs: Mapping[str, Ref],
+        first_row: Array | int,
     ) -> None:
         g, s = self.geometry, self.schedule = geometry, schedule
-        self.refs = refs
+        self.refs, self.first_row = refs, first_row
         self.block, self.split = lax.axis_index("block"), lax.axis_index("split")
         self.rank = lax.axis_index("share") if s.cluster > 1 else jnp.int32(0)
         self.share = self.split * s.cluster + self.rank
         self.turns, self.tiles = s.turns_per_tile(g), s.tiles_per_block(g)
         self.steps = self.turns * self.tiles
-        self.end = End(g, s, ending, refs)
+        self.end = End(g, s, ending, refs, first_row)
 
     def run(self, multiply: "Multiply") -> None:
         """Processes the block's tiles; copies for the next tile are in flight while one is stored.
@@ -63,6 +68,9 @@ class Block:
         tile, turn = lax.div(step, jnp.int32(self.turns)), lax.rem(step, jnp.int32(self.turns))
         column = self.first_column(tile)
         arrived = refs["arrived"].at[slot]
+        rows_of_x = first_rows(g.padded_rows)
+        if not isinstance(self.first_row, int):
+            rows_of_x = pl.ds(self.first_row, g.padded_rows)
         for fold in range(s.folds):
             chunk = (self.share * self.turns + turn) * s.folds + fold
             inner = pl.ds(pl.multiple_of(chunk * s.chunk(g), g.piece), s.chunk(g))
@@ -75,7 +83,7 @@ class Block:
                     arrived,
                 )
             plgpu.copy_gmem_to_smem(
-                refs["x"].at[first_rows(g.padded_rows), inner],
+                refs["x"].at[rows_of_x, inner],
                 refs["inputs"].at[slot, pl.ds(fold * g.padded_rows, g.padded_rows)],
                 arrived,
             )

@@ -72,9 +72,19 @@ class End:
     """A block's epilogue: `prepare` once, then `store` for each tile after all warps have written its sums."""
 
     def __init__(
-        self, geometry: Geometry, schedule: Schedule, ending: Ending, refs: Mapping[str, Ref]
+        self,
+        geometry: Geometry,
+        schedule: Schedule,
+        ending: Ending,
+        refs: Mapping[str, Ref],
+        first_row: Array | int,
     ) -> None:
         self.geometry, self.schedule, self.ending, self.refs = geometry, schedule, ending, refs
+        self._first_row = first_row
+
+    def of_call(self, rows: Slice) -> Slice:
+        """Returns rows of the block's group as rows of the call."""
+        return pl.ds(self._first_row + rows.start, rows.size)
 
     def prepare(self) -> None:
         """Computes each row's reciprocal root mean square into shared memory, while the first copies are in flight."""
@@ -88,7 +98,7 @@ class End:
             rows = pl.ds(piece.start, piece.size)
             found = []
             for start in range(0, parts, width):
-                share = squares.at[pl.ds(start, width), rows].transpose((1, 0))
+                share = squares.at[pl.ds(start, width), self.of_call(rows)].transpose((1, 0))
                 found.append(jnp.sum(load(share, piece.layout), axis=1))
             total = sum(found[1:], found[0])
             store_per_row(
@@ -121,7 +131,7 @@ class End:
                 for start, parts in zip(starts, sums, strict=True):
                     for part, found in enumerate(parts):
                         place = pl.ds(column + (part * g.out + start), width)
-                        assign(refs["out"], (split, rows, place), found)
+                        assign(refs["out"], (split, self.of_call(rows), place), found)
                 continue
             # Issue all loads before the first store: the compiler does not move loads above stores.
             places = [pl.ds(column + start, width) for start in starts]
@@ -130,12 +140,12 @@ class End:
             self.put("out", results, rows, places)
             if self.ending.weighs:
                 squares = self.weigh(results, piece, rows, places)
-                store_per_row(refs["squares_out"].at[tile], rows, squares)
+                store_per_row(refs["squares_out"].at[tile], self.of_call(rows), squares)
 
     def put(self, name: str, values: list[Array], rows: Slice, places: list[Slice]) -> None:
         """Stores some rows of several column ranges."""
         for value, columns in zip(values, places, strict=True):
-            assign(self.refs[name], (rows, columns), value)
+            assign(self.refs[name], (self.of_call(rows), columns), value)
 
     def joined(self, piece: Piece, rows: Slice, start: int, width: int, part: int) -> Array:
         """Returns some rows' sums over all folds, in order, times the rows' factors."""
@@ -174,7 +184,8 @@ class End:
         for up in ups:
             total *= up
         if ending.has_residual:
-            total += load(refs["residual"].at[rows, columns], layout).astype(jnp.float32)
+            residual = refs["residual"].at[self.of_call(rows), columns]
+            total += load(residual, layout).astype(jnp.float32)
         return total.astype(ending.result)
 
     def weigh(self, results: list[Array], piece: Piece, rows: Slice, places: list[Slice]) -> Array:

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.eight_bit import LARGEST
 
 MOST_ROWS = 64
@@ -20,7 +21,7 @@ class Geometry:
     """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        rows: rows of x.
+        rows: rows of x that a block multiplies; under the fixed order of sums a call may have several groups of them.
         out: columns of the result.
         inner: size of the contraction.
         gated: whether the weight has two rows for each column, those of the gates first.
@@ -39,7 +40,8 @@ class Geometry:
     def of(cls, weight: ArrayOrStruct, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
         """Returns the geometry of these arrays."""
         out = weight.shape[0] // (2 if gated else 1)
-        return cls(x.shape[0], out, x.shape[1], gated, x.dtype, weight.dtype)
+        rows = min(x.shape[0], MOST_ROWS) if is_fixed() else x.shape[0]
+        return cls(rows, out, x.shape[1], gated, x.dtype, weight.dtype)
 
     def refusal(self) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""

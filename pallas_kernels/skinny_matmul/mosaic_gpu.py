@@ -6,6 +6,7 @@ The kernel's launch is in mosaic_launch.py, its schedule in mosaic_schedule.py.
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 import jax
 import jax.numpy as jnp
@@ -114,17 +115,44 @@ def multiply(
     interpret: bool = False,
 ) -> list[Array]:
     """Runs the kernel under a schedule, and adds up the results of its splits in order."""
-    if interpret or geometry.padded_rows > ROW_TILE:
+    rows, groups = len(x), ceil(len(x) / geometry.rows)
+    if groups > 1:
+        x, extras = _whole_groups(x, extras, groups * geometry.rows)
+    elif interpret or geometry.padded_rows > ROW_TILE:
         # TMA zero-fills rows past the end only within a single tile of 8, and the interpreter not at all.
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
     in_kernel = ending if schedule.splits == 1 else Ending(jnp.float32)
-    kernel = Kernel(geometry, schedule, in_kernel).build(interpret)
+    kernel = Kernel(geometry, schedule, in_kernel, groups).build(interpret)
     found = kernel(weight, x, *(extras[name] for name in in_kernel.inputs))
+    if groups > 1:
+        out, *more = found
+        return [
+            out[:rows],
+            *(part[:rows] for part in more[:1]),
+            *(part[:, :rows] for part in more[1:]),
+        ]
     if schedule.splits == 1:
         return found
     [shares] = found
     total = sum((shares[split] for split in range(1, schedule.splits)), shares[0])
     return [_ended(total, extras, geometry, ending)]
+
+
+def _whole_groups(
+    x: Float[Array, "rows inner"], extras: Mapping[str, Array | None], rows: int
+) -> tuple[Float[Array, "padded_rows inner"], dict[str, Array | None]]:
+    """Returns x, and the inputs of the epilogue that have its rows, padded to whole groups."""
+    more = rows - len(x)
+    padding = {
+        "residual": ((0, more), (0, 0)),
+        "squares": ((0, 0), (0, more)),
+        "row_factors": ((0, more),),
+    }
+    padded = {
+        name: array if array is None or name not in padding else jnp.pad(array, padding[name])
+        for name, array in extras.items()
+    }
+    return jnp.pad(x, ((0, more), (0, 0))), padded
 
 
 def _ended(

@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
@@ -30,17 +32,26 @@ from pallas_kernels.skinny_matmul.mosaic_wide import multiply_wide
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry, one schedule and one epilogue."""
+    """The kernel for one geometry, one schedule and one epilogue.
+
+    Attributes:
+        geometry: sizes; `geometry.rows` rows of x are in each group.
+        schedule: how the weight is divided.
+        ending: the epilogue.
+        groups: groups of rows, which are multiplied in the same way; blocks of one tile of the weight are adjacent.
+    """
 
     geometry: Geometry
     schedule: Schedule
     ending: Ending
+    groups: int = 1
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
         """Returns the function of weight, x and the epilogue's inputs that launches the kernel.
 
         It returns the outputs of the epilogue (`Ending.outputs`); sums of squares have shape [tiles, rows].
         """
+        several = (self.groups,) if self.groups > 1 else ()
         clusters: dict[str, Any] = {}
         if self.schedule.cluster > 1:
             clusters = {"cluster": (self.schedule.cluster,), "cluster_names": ("share",)}
@@ -48,8 +59,8 @@ class Kernel:
             partial(self._body, interpret),
             out_type=self._out_type(),
             scratch_types=self._scratch(),
-            grid=(self.schedule.grid(self.geometry), self.schedule.splits),
-            grid_names=("block", "split"),
+            grid=(self.schedule.grid(self.geometry), self.schedule.splits, *several),
+            grid_names=("block", "split", *("group" for _ in several)),
             **clusters,
             # `Block` places every barrier between warps itself.
             compiler_params=LANE_PARAMS,
@@ -59,11 +70,12 @@ class Kernel:
 
     def _out_type(self) -> list[jax.ShapeDtypeStruct]:
         g, s = self.geometry, self.schedule
+        rows = self.groups * g.rows
         if s.splits > 1:
-            return [jax.ShapeDtypeStruct((s.splits, g.rows, g.parts * g.out), jnp.float32)]
-        out_type = [jax.ShapeDtypeStruct((g.rows, g.out), self.ending.result)]
+            return [jax.ShapeDtypeStruct((s.splits, rows, g.parts * g.out), jnp.float32)]
+        out_type = [jax.ShapeDtypeStruct((rows, g.out), self.ending.result)]
         if self.ending.weighs:
-            squares = jax.ShapeDtypeStruct((s.tiles(g), g.rows), jnp.float32)
+            squares = jax.ShapeDtypeStruct((s.tiles(g), rows), jnp.float32)
             out_type = [*out_type, *out_type, squares]
         return out_type
 
@@ -92,7 +104,11 @@ class Kernel:
     def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
         names = ["weight", "x", *self.ending.inputs, *self.ending.outputs]
         named = dict(zip(names, refs, strict=True))
-        block = Block(self.geometry, self.schedule, self.ending, named | scratch)
+        first = 0
+        if self.groups > 1:
+            # Each group has `MOST_ROWS` rows.
+            first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
+        block = Block(self.geometry, self.schedule, self.ending, named | scratch, first)
         block.run(
             partial(multiply_packed, interpret=interpret) if self.geometry.packed else multiply_wide
         )

@@ -19,7 +19,8 @@ from pallas_kernels.device import (
     SHARED_BYTES_PER_BLOCK,
     WGMMA_ROWS,
 )
-from pallas_kernels.skinny_matmul.mosaic_geometry import PIECE_BYTES, Geometry
+from pallas_kernels.fixed_order import is_fixed
+from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS, PIECE_BYTES, Geometry
 from pallas_kernels.tuning import choose
 
 # Most columns (N) of one wgmma.
@@ -78,7 +79,12 @@ class Schedule:
 
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
-        """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`."""
+        """Returns the tuned schedule for these shapes on this device, or else that of `by_rule`.
+
+        Under the fixed order of sums it is that of `in_fixed_order`.
+        """
+        if is_fixed():
+            return cls.in_fixed_order(geometry)
         return choose(
             "skinny_matmul",
             shape_class(geometry),
@@ -100,6 +106,20 @@ class Schedule:
         return (
             able[0] if able else cls(ROW_TILE, WGMMA_ROWS // ROW_TILE // geometry.parts, 1, 1, 1, 1)
         )
+
+    @classmethod
+    def in_fixed_order(cls, geometry: Geometry) -> "Schedule":
+        """Returns a schedule whose columns and folds, and with them the order of all sums, depend on the weight alone.
+
+        The number of rows determines only how many stages there are, and how tiles are divided among blocks.
+        """
+        most = replace(geometry, rows=MOST_ROWS)
+        widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
+        cuts = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
+        cuts = [cut for cut in cuts if cls._filled(most, cut).refusal(most) is None]
+        blocks = {cut: ceil(geometry.out / cut.columns) for cut in cuts}
+        enough = [cut for cut in cuts if blocks[cut] >= _ENOUGH_BLOCKS[2]]
+        return cls._filled(geometry, enough[0] if enough else max(cuts, key=blocks.__getitem__))
 
     @classmethod
     def _filled(cls, geometry: Geometry, cut: "_Cut") -> "Schedule":

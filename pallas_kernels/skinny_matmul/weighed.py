@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.fixed_order import sum_of_last
+
 
 class Weighed(NamedTuple):
     """A result with an RMSNorm applied except for the division by the root mean square, which its reader does.
@@ -25,12 +27,11 @@ def inverse_root(
     squares: Float[Array, "parts rows"], inner: int, norm_eps: float
 ) -> Float[Array, "rows 1"]:
     """Returns the reciprocal root mean square of rows of `inner` elements with these sums of squares."""
-    mean_square = jnp.sum(squares, axis=0) / inner
-    return jax.lax.rsqrt(mean_square + norm_eps)[:, None]
+    return jax.lax.rsqrt(sum_of_last(squares.T) / inner + norm_eps)
 
 
 def weigh(rows: Float[Array, "rows out"], weights: Float[Array, " out"]) -> Weighed:
     """Returns the `Weighed` of rows and the weights of a norm."""
     wide = rows.astype(jnp.float32)
     weighed = wide * weights.astype(jnp.float32)[None]
-    return Weighed(rows, weighed.astype(rows.dtype), jnp.sum(wide * wide, axis=1)[None])
+    return Weighed(rows, weighed.astype(rows.dtype), sum_of_last(wide * wide).T)

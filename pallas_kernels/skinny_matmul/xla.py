@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.fixed_order import by_row_tiles
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
@@ -18,13 +19,17 @@ def skinny_matmul(
     """
     weight, x, scales, bias, residual, squares, next_norm = arrays
     wanted = x.dtype if options.result is None else jnp.dtype(options.result)
-    total = jax.lax.dot_general(
-        x,
-        weight.astype(x.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=wanted if scales is None and squares is None else jnp.float32,
-    )
+
+    def multiply(rows: Float[Array, "rows inner"]) -> Float[Array, "rows weights"]:
+        return jax.lax.dot_general(
+            rows,
+            weight.astype(x.dtype),
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=wanted if scales is None and squares is None else jnp.float32,
+        )
+
+    total = by_row_tiles(multiply, x)
     if scales is not None:
         total *= scales.astype(jnp.float32)[None]
     if squares is not None:

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.latent_records import decode_records
 
 TEMPORARY_BYTES = 1 << 30
@@ -28,6 +29,9 @@ def sparse_attention(
     per_token = slots.shape[1] * (width * (4 + q.dtype.itemsize) + 8 * heads)
     batch = max(1, temporary_bytes // per_token)
     attend = partial(_attend, records, options=options)
+    if is_fixed():
+        # A token's products have the same shape in every step.
+        return lax.map(lambda token: attend(*token), (q, slots, counts))
     if batch >= tokens:
         return jax.vmap(attend)(q, slots, counts)
     return lax.map(lambda token: attend(*token), (q, slots, counts), batch_size=batch)

@@ -1,4 +1,7 @@
-"""`ssd_scan` in plain XLA: batched matrix products within pieces, and a loop that carries the state through them."""
+"""`ssd_scan` in plain XLA: batched matrix products within pieces, and a loop that carries the state through them.
+
+Under the fixed order of sums the recurrence runs token by token, so that decode steps are steps of it too.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -9,8 +12,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.ssd import Sizes, SsdArrays, finish, rates, steps
 from pallas_kernels.arguments.states import StateTables
+from pallas_kernels.fixed_order import is_fixed, sum_of_last
 from pallas_kernels.packed.rows import Pieces, cut, rows_of_tokens, snapshots_at
 from pallas_kernels.packed.states import put_states
+from pallas_kernels.packed.token_scan import scan_tokens
 
 # Most tokens of a piece of a chunk: longer pieces need larger matrices of weights, shorter ones more states.
 LARGEST_PIECE = 64
@@ -44,6 +49,8 @@ def ssd_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
     """Implements `api.ssd_scan`."""
+    if is_fixed():
+        return _by_token(layer, tables, chunk_size=chunk_size, z=z, dt_limits=dt_limits)
     a_log, d, dt_bias, states, xbc, dt = layer
     cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states = tables
     sizes, tokens, size = Sizes.of(states, xbc), len(xbc), piece_size(chunk_size)
@@ -76,6 +83,34 @@ def ssd_scan(
         kept = snapshots_at(stop, snapshot_ends, snapshot_states, len(states))
         states = put_states(states, jnp.where(known, kept, len(states)), after)
     return out.astype(xbc.dtype), states
+
+
+def _by_token(
+    layer: SsdArrays,
+    tables: StateTables,
+    *,
+    chunk_size: int,
+    z: Float[Array, "tokens d_inner"] | None,
+    dt_limits: tuple[float, float],
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "states heads head_dim d_state"]]:
+    """Computes the recurrence token by token."""
+    sizes, decays = Sizes.of(layer.states, layer.xbc), rates(layer.a_log)
+    x, b, c = sizes.split(layer.xbc.astype(jnp.float32))
+    b, c = (jnp.repeat(part, sizes.heads // sizes.groups, axis=1) for part in (b, c))
+
+    def advance(state: Array, token: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        x, b, c, step = token
+        added = (step[:, None] * x)[:, :, None] * b[:, None, :]
+        state = jnp.exp(step * decays)[:, None, None] * state + added
+        return state, sum_of_last(state * c[:, None, :])[:, :, 0]
+
+    parts = (x, b, c, steps(layer.dt, layer.dt_bias, dt_limits))
+    out, states = scan_tokens(
+        advance, layer.states, parts, tables, chunk_size=chunk_size, rounds=True
+    )
+    real = jnp.arange(len(x), dtype=jnp.int32) < tables.cu_q_lens[-1]
+    out = jnp.where(real[:, None, None], finish(out, x, layer.d, z), 0.0)
+    return out.astype(layer.xbc.dtype), states
 
 
 def _gather(

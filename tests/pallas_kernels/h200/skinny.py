@@ -8,6 +8,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels.fixed_order import fixed_order
     from pallas_kernels.skinny_matmul import mosaic_gpu
     from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
     from pallas_kernels.skinny_matmul.cases import CASES
@@ -28,10 +29,30 @@ def programs():
 
         return run, (*arrays, *extras)
 
+    def in_fixed_order(name, rows):
+        """Returns the product of any number of rows between two norms, under the fixed order of sums."""
+        _, (x, weight, *residual) = multiply(name, rows)
+        case = cases[name]
+        squares = jax.ShapeDtypeStruct((64, rows), jnp.float32)
+        norms = jax.ShapeDtypeStruct((2, case.out), jnp.bfloat16)
+
+        def run(x, weight, squares, norms, residual=None):
+            after = norms if case.has_residual else None
+            arrays = MatmulArrays(weight, x, residual=residual, squares=squares, next_norm=after)
+            options = MatmulOptions(case.activation, case.gated, norm_eps=1e-6, norm_row=1)
+            with fixed_order():
+                return mosaic_gpu.skinny_matmul(arrays, options)
+
+        return run, (x, weight, squares, norms, *residual)
+
     products = ("o", "gate-up", "down", "logits")
     names = [f"8b-{product}-b{rows}" for product in products for rows in (1, 64)]
     names += ["0.6b-down-b8", "70b-tp4-qkv-b16"]
     # Eight rows at a time, and halves of a cluster that end unequal numbers of rows.
     odd = {f"8b-{product}-b64": 37 for product in ("gate-up", "down")}
     uneven = {f"{name}, {rows} rows": multiply(name, rows) for name, rows in odd.items()}
-    return {name: multiply(name) for name in names} | uneven
+    grouped = {
+        f"8b-{product}, {rows} rows in a fixed order": in_fixed_order(f"8b-{product}-b64", rows)
+        for product, rows in (("o", 1), ("o", 300), ("gate-up", 300), ("down", 2048))
+    }
+    return {name: multiply(name) for name in names} | uneven | grouped

@@ -16,7 +16,7 @@ PROGRAMS = {
     },
     "rest": {
         **{"choices": 1, "decode": 5, "grouped": 1, "ragged": 0},
-        **{"skinny": 8, "states": 3, "writes": 3},
+        **{"skinny": 12, "states": 3, "writes": 3},
     },
 }
 

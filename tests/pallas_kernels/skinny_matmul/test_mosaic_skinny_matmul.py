@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
+from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES, Case
@@ -267,6 +268,45 @@ def test_interpreted_weights_of_8_bits_equal_the_oracle(stored, rows, cuts, race
     inputs["scales"] *= np.float32(2.0**-5)
     result = multiply(**device(inputs), schedule=Schedule(*cuts), interpret=True)
     assert_output(result, oracle(inputs), "bfloat16")
+    assert not races()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_in_the_fixed_order_columns_and_folds_depend_on_the_weight_alone(case):
+    """So do the parts of the sums of squares; every schedule runs, up to 64 rows at a time."""
+    geometry = Geometry(1, case.out, case.inner, case.gated, BFLOAT16, BFLOAT16)
+    if geometry.refusal() is not None:
+        pytest.skip("the kernel does not take it")
+    orders = set()
+    for rows in (1, 8, 9, 16, 33, 64):
+        padded = replace(geometry, rows=rows)
+        schedule = Schedule.in_fixed_order(padded)
+        assert schedule.refusal(padded) is None
+        orders.add((schedule.columns, schedule.folds, schedule.splits, schedule.cluster))
+        assert schedule.folds == 1 or schedule.depth == 1
+    assert len(orders) == 1
+
+
+@pytest.mark.slow
+def test_interpreted_in_the_fixed_order_rows_of_any_number_have_the_bits_of_one_alone(races):
+    """70 rows are two groups of one launch; their norms' sums of squares are equal too."""
+    case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)
+    inputs = case.inputs(3)
+    norms = np.random.default_rng(1).normal(size=(2, 64)).astype(jnp.bfloat16)
+
+    def run(rows):
+        given = {
+            name: value[rows] if np.shape(value)[:1] == (70,) else value
+            for name, value in inputs.items()
+        }
+        with fixed_order():
+            found = multiply(**device(given | {"next_norm": norms}), norm_row=1, interpret=True)
+        result, weighed, squares = found
+        return [bits(result), bits(weighed), bits(squares.T)]
+
+    wanted = run(np.arange(70))
+    for rows in ([69], [64, 3, 0]):
+        assert run(np.array(rows)) == [[part[row] for row in rows] for part in wanted]
     assert not races()
 
 
