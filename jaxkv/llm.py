@@ -385,7 +385,7 @@ class LLM:
             logits_processors: name -> function.
             lora: room for adapters; `None` for none.
         """
-        self.model: Model = model_for(model, cache)
+        self.model: Model = model_for(model, cache, engine)
         model = self.model
         processors = register_processors(
             logits_processors, vocab_size=model.vocab_size, max_tokens=self.max_model_len

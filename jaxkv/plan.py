@@ -86,12 +86,19 @@ def check_room(weights: int, cache: int) -> None:
         )
 
 
-def model_for[M: Model](model: M, cache: CacheConfig) -> M:
-    """Returns the model that keeps in its cache what `cache` demands.
+def model_for[M: Model](model: M, cache: CacheConfig, engine: EngineConfig) -> M:
+    """Returns the model that keeps in its cache what `cache` demands, and is batch invariant if `engine` demands it.
 
     Raises:
-        ValueError: the model has no experts to keep.
+        ValueError: the model has no experts to keep, or is a module whose sums are not this package's.
     """
+    if engine.batch_invariant:
+        if not isinstance(model, Decoder):
+            raise ValueError(
+                f"batch_invariant needs a Decoder, whose ops have a fixed order of sums, got a {type(model).__name__}; "
+                "use EngineConfig(pinned_shapes=True)"
+            )
+        model = replace(model, batch_invariant=True)
     if not cache.routed_experts:
         return model
     if not isinstance(model, Decoder):
@@ -220,7 +227,7 @@ def explain_plan(
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
     model = build_model(config, implementation=implementation)
     length = resolve_length(max_model_len, model.max_positions)
-    model = model_for(model.limited(length), cache)
+    model = model_for(model.limited(length), cache, engine)
     resolved = resolve_dtype(dtype, config.dtype)
     weights = weight_bytes(model, resolved)
     if free_bytes is not None:
@@ -245,6 +252,7 @@ def explain_plan(
         f"{per_token:,} bytes of cache per token",
         f"weights: {weights:,} bytes",
         runs,
+        *_invariance(engine),
         *_sampling(directory),
         *_ignored(directory, ignore_config_keys),
         *_ends(config),
@@ -255,6 +263,15 @@ def explain_plan(
         *_programs(model.running(implementation), resolved, layout, length, cache, engine),
     ]
     return "\n".join(lines)
+
+
+def _invariance(engine: EngineConfig) -> list[str]:
+    """Returns the line on what results depend on with `batch_invariant`; none without it."""
+    told = (
+        "batch invariant: a request's bits depend on its own tokens and options, and still on the kind of device, the "
+        "versions of JAX and jaxkv, the dtypes and the page size"
+    )
+    return [told] * engine.batch_invariant
 
 
 def _sampling(directory: Path) -> list[str]:

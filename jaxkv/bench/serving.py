@@ -16,7 +16,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.llm import LLM
 from jaxkv.models.registry import build_model, load_config, resolve_dtype
-from jaxkv.plan import free_bytes, plan_cache, resolve_length
+from jaxkv.plan import free_bytes, model_for, plan_cache, resolve_length
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
@@ -95,6 +95,7 @@ class Served:
         assert self.shape is not None, "only shapes have random weights"
         enable_compile_cache()
         model = replace(build_model(SHAPES[self.shape]), implementation=self.implementation)
+        model = model_for(model, self.cache, self.engine)
         dtype = resolve_dtype(self.dtype, "bfloat16")
         length = resolve_length(self.max_model_len, model.max_positions)
         # `init_params` compiles one program per shape of a leaf; one program for all leaves would take 40 s to compile.

@@ -26,6 +26,8 @@ class EngineConfig:
             hash per page. It takes no memory from requests, because cached pages are evicted when needed.
         pinned_shapes: run every step in one program, the one with the largest shapes and all features. Slow, but the
             results are bit for bit independent of other requests, chunks, preemptions and prefix hits.
+        batch_invariant: give every sum a fixed order. A request's tokens and log-probabilities are then the same bits
+            alone and among other requests, in any chunks, after preemptions, and with or without prefix hits.
         overlap: dispatch a step before the previous one is collected. Without it, the device is idle between two steps,
             but no token is computed after a sequence's stop.
         steps_per_launch: decode steps per launched program while all requests are decoding and none waits. Tokens then
@@ -48,6 +50,7 @@ class EngineConfig:
     token_budget: int = 2048
     prefix_cache: bool = True
     pinned_shapes: bool = False
+    batch_invariant: bool = False
     overlap: bool = True
     steps_per_launch: int | None = None
     checkpoints: CheckpointPolicy = CheckpointPolicy()
@@ -62,7 +65,13 @@ class EngineConfig:
         if self.steps_per_launch is not None:
             check_fields(self, as_int, 1, 64, "steps_per_launch")
         check_fields(self, as_float, 1e-3, 1e9, "rebuild_seconds")
-        for name in ("prefix_cache", "pinned_shapes", "overlap", "idle_checks"):
+        for name in (
+            "prefix_cache",
+            "pinned_shapes",
+            "batch_invariant",
+            "overlap",
+            "idle_checks",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -32,6 +32,7 @@ ALIASES = (
     Alias("max_lora_rank", "LoraConfig", "max_rank"),
     Alias("max_num_batched_tokens", "EngineConfig", "token_budget"),
     Alias("enable_prefix_caching", "EngineConfig", "prefix_cache"),
+    Alias("batch_invariant", "EngineConfig", "batch_invariant"),
     Alias("seed", "LLM", "seed"),
     Alias("sampling_params", "call", "sampling"),
     Alias("use_tqdm", "call", "progress"),

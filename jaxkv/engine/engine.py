@@ -84,6 +84,11 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.sequence_runner = sequence_runner
         self.runner = runner = sequence_runner.runner
+        if config.batch_invariant and not runner.model.batch_invariant:
+            raise ValueError(
+                f"batch_invariant needs a model with it, got {type(runner.model).__name__} without; give the runner "
+                "replace(model, batch_invariant=True)"
+            )
         self.adapters = Adapters(runner.adapters)
         allocator, layout = sequence_runner.allocator, runner.layout
         whole = runner.model.whole_prompts

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.fixed_order import by_row_tiles
+
 LayerParams = Mapping[str, Any]
 """A layer's parameters by name: arrays, or in a step with adapters an `Adapted` for a leaf with `Leaf.adapts`."""
 
@@ -76,13 +78,17 @@ def _dot(
     x: Float[Array, "tokens in"], weight: Float[Array, "out in"]
 ) -> Float[Array, "tokens out"]:
     """Returns `x @ weight.T` in float32; exact for float32, as `jaxkv.layers.linear.project`."""
-    return jax.lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+
+    def multiply(rows: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        return jax.lax.dot_general(
+            rows,
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    return by_row_tiles(multiply, x)
 
 
 def with_adapters(

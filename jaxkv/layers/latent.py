@@ -20,6 +20,7 @@ from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rotate, rotate_pairs
 from pallas_kernels import latent_attention, page_write, ragged_attention
 from pallas_kernels.families import member
+from pallas_kernels.fixed_order import by_row_tiles
 
 # The epsilon of the latents' norms in all published models; it does not follow the config's `norm_eps`.
 _NORM_EPS = 1e-6
@@ -230,14 +231,18 @@ def _per_head(
     x: Float[Array, "tokens heads width"], weight: Float[Array, "heads out in"], *, contract: int
 ) -> Float[Array, "tokens heads result"]:
     """Multiplies each head by its own matrix, contracting the matrix's axis `contract`."""
-    product = jax.lax.dot_general(
-        x,
-        weight,
-        (((2,), (contract,)), ((1,), (0,))),
-        precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return product.astype(x.dtype).swapaxes(0, 1)
+
+    def multiply(rows: Float[Array, "rows heads width"]) -> Float[Array, "rows heads result"]:
+        product = jax.lax.dot_general(
+            rows,
+            weight,
+            (((2,), (contract,)), ((1,), (0,))),
+            precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        return product.astype(x.dtype).swapaxes(0, 1)
+
+    return by_row_tiles(multiply, x)
 
 
 def _widened(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jaxkv.layers.adapted import Adapted
 from pallas_kernels import skinny_matmul
 from pallas_kernels.families import member
+from pallas_kernels.fixed_order import by_row_tiles, is_fixed, sum_of_last
 from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
 
 
@@ -28,9 +29,8 @@ class Normed(NamedTuple):
     def divided(self) -> Float[Array, "tokens width"]:
         """The hidden states after the whole norm, for a product that does not compute the division itself."""
         wide = self.rows.weighed.astype(jnp.float32)
-        mean_square = jnp.sum(self.rows.squares, axis=0) / wide.shape[1]
-        scale = jax.lax.rsqrt(mean_square + self.eps)
-        return (wide * scale[:, None]).astype(self.rows.weighed.dtype)
+        mean_square = sum_of_last(self.rows.squares.T) / wide.shape[1]
+        return (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(self.rows.weighed.dtype)
 
 
 class Joining(NamedTuple):
@@ -65,8 +65,11 @@ def linear(
 
 
 def joins_norms(implementation: str | None, tokens: int) -> bool:
-    """Whether it is faster to fuse norms and the residual addition into projections than to compute them separately."""
-    return implementation == "mosaic_gpu" and tokens <= MOST_ROWS
+    """Whether it is faster to fuse norms and the residual addition into projections than to compute them separately.
+
+    Under the fixed order of sums they are always fused on our kernels, since the two forms differ in the last bits.
+    """
+    return implementation == "mosaic_gpu" and (tokens <= MOST_ROWS or is_fixed())
 
 
 def matmul(
@@ -145,13 +148,17 @@ def project(
     if isinstance(weight, Adapted):
         return weight.added_to(project(weight.weight, x, result=result), x)
     exact = weight.dtype == jnp.float32
-    return jax.lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=result,
-    )
+
+    def multiply(rows: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        return jax.lax.dot_general(
+            rows,
+            weight,
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if exact else None,
+            preferred_element_type=result,
+        )
+
+    return by_row_tiles(multiply, x)
 
 
 def scaled(x: Float[Array, "tokens width"], factor: float) -> Float[Array, "tokens width"]:

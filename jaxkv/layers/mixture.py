@@ -13,6 +13,7 @@ from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul
 from pallas_kernels.dispatch import note_fallback
+from pallas_kernels.fixed_order import by_row_tiles, is_fixed
 from pallas_kernels.grouped_matmul.api import why_not_kernel
 
 _KERNEL = "mosaic_gpu"
@@ -40,6 +41,8 @@ def mixture_of_experts(
     expert: all experts then run as two dense products over all tokens, and inner activations of experts that a token
     did not choose are set to zero. `jax.lax.ragged_dot` is not used: on GPUs and CPUs XLA turns it into a dense
     product that repeats that work `top_k` times.
+
+    Under the fixed order of sums (`pallas_kernels.fixed_order`) it is always the second way.
 
     With our kernels `grouped_matmul` covers both cases: tokens are sorted by expert, and each expert is read once and
     multiplied with its own tokens only.
@@ -69,7 +72,8 @@ def mixture_of_experts(
     if grouped is not None:
         run_experts = partial(_run_sorted, implementation=grouped)
     else:
-        run_experts = _run_gathered if chosen.size <= mixture.experts else _run_all
+        few = chosen.size <= mixture.experts and not is_fixed()
+        run_experts = _run_gathered if few else _run_all
     out = run_experts(params, rows, chosen, weights, activate_rows)
     return linear(params["latent_out"], out) if "latent_out" in params else out
 
@@ -87,6 +91,10 @@ def grouped_for(
     recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there.
     """
     if implementation != _KERNEL:
+        return None
+    if is_fixed():
+        refusal = "its order of sums depends on the call (batch_invariant)"
+        note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
         return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
     per_expert = (up.size + down.size) * up.dtype.itemsize // mixture.experts
@@ -111,7 +119,8 @@ def route(
     logits = project(params["router"], x, result=jnp.float32)
     if "router_bias" in params:
         logits = logits + params["router_bias"].astype(jnp.float32)[None]
-    return choose_experts(logits, params.get("router_correction"), mixture=mixture)
+    choose = partial(choose_experts, correction=params.get("router_correction"), mixture=mixture)
+    return by_row_tiles(choose, logits)
 
 
 def choose_experts(

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.fixed_order import sum_of_last
+
 
 def rms_norm(
     weight: Float[Array, " width"], x: Float[Array, "*rows width"], *, eps: float
@@ -13,7 +15,7 @@ def rms_norm(
     If the weight's dtype differs from that of `x`, the multiplication is in float32, before the cast.
     """
     wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    mean_square = _mean(jnp.square(wide))
     unit = wide * jax.lax.rsqrt(mean_square + eps)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     if weight.dtype == x.dtype:
@@ -30,8 +32,8 @@ def layer_norm(
 ) -> Float[Array, "*rows width"]:
     """Scales rows to zero mean and unit variance (Ba et al.), times weight plus any bias, computed in float32."""
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    centred = wide - _mean(wide)
+    variance = _mean(jnp.square(centred))
     unit = centred * jax.lax.rsqrt(variance + eps)
     leading = (1,) * (x.ndim - 1)
     weight = weight.astype(jnp.float32).reshape(leading + weight.shape)
@@ -63,7 +65,11 @@ def gated_group_norm(
     gate, wide = jax.nn.silu(gate.astype(jnp.float32)), x.astype(jnp.float32)
     wide = wide * gate if gate_first else wide
     grouped = wide.reshape(x.shape[0], groups, -1)
-    mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+    mean_square = _mean(jnp.square(grouped))
     wide = (grouped * jax.lax.rsqrt(mean_square + eps)).reshape(x.shape)
     wide = wide * weight.astype(jnp.float32)[None]
     return (wide if gate_first else wide * gate).astype(x.dtype)
+
+
+def _mean(x: Float[Array, "*rows width"]) -> Float[Array, "*rows 1"]:
+    return sum_of_last(x) / x.shape[-1]

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv.batch import PagedTables, StateTables, StepBatch
-from jaxkv.cache.spec import LayerSpec, group_layers
+from jaxkv.cache.spec import LayerSpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.state import Cache
 from jaxkv.cache.variants import routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
@@ -26,11 +26,13 @@ from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
+from jaxkv.models.as_prompts import as_prompts
 from jaxkv.models.block import BlockInputs, Leaf, required
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from jaxkv.wording import listed
 from pallas_kernels.dispatch import at
+from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.skinny_matmul.api import Weighed
 
 _INIT_SCALE = 0.02
@@ -47,6 +49,9 @@ class Decoder:
             that predict further tokens for it, have consecutive layers; layers with equal specs share tables.
         keeps_experts: whether steps store the experts that each token's routers chose in the cache, in pages of their
             own at the layer after the last one (`jaxkv.cache.variants.routed_experts`).
+        batch_invariant: whether a token's bits depend on its own sequence alone: neither on other rows of its steps,
+            nor on how its prompt is divided among steps, nor on whether a step computed it as part of a prompt or
+            alone. All sums then have a fixed order (`pallas_kernels.fixed_order`).
 
     Raises:
         ValueError: the pattern names an unknown block, or there are no experts to keep.
@@ -56,6 +61,7 @@ class Decoder:
     implementation: str | None = None
     layer_offset: int = 0
     keeps_experts: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Checks the pattern, and that there are experts to keep."""
@@ -121,6 +127,9 @@ class Decoder:
             for name in self.config.blocks_of(layer)
             if (make := BLOCKS[name].spec) is not None
         )
+        if self.batch_invariant:
+            # The expanded form of MLA has other sums than the one over pages.
+            specs = tuple(replace(spec, spec=_unexpanded(spec.spec)) for spec in specs)
         if not self.keeps_experts:
             return specs
         sizes = (len(self._expert_layers), required(self.config.mixture).top_k)
@@ -158,6 +167,14 @@ class Decoder:
 
         Layers are unrolled: a scan over stacked weights and caches would copy them layer by layer.
         """
+        if not self.batch_invariant:
+            return self._forward(params, cache, batch)
+        with fixed_order():
+            return self._forward(params, cache, as_prompts(batch))
+
+    def _forward(
+        self, params: Params, cache: Cache, batch: StepBatch
+    ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         config = self.config
         hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
         # The dtype of activations; the residual stream may be wider.
@@ -253,7 +270,8 @@ class Decoder:
     ) -> Float[Array, "rows vocab_size"]:
         """Returns float32 logits: the output projection of hidden states, by the embedding table if they are tied."""
         table = params["embed" if self.config.tie_embeddings else "lm_head"]
-        logits = unembed(table, hidden, implementation=self.implementation)
+        with fixed_order(self.batch_invariant):
+            logits = unembed(table, hidden, implementation=self.implementation)
         logits = scaled(logits, self.config.multipliers.logits)
         return soft_capped(logits, self.config.logit_cap)
 
@@ -365,6 +383,10 @@ class Decoder:
             leaves |= new
         owns = self.config.owner(layer) == layer
         return {name: leaf for name, leaf in leaves.items() if owns or not leaf.is_shared}
+
+
+def _unexpanded(spec: PagedSpec | StateSpec) -> PagedSpec | StateSpec:
+    return replace(spec, expands=0) if isinstance(spec, PagedSpec) else spec
 
 
 def _make(key: PRNGKeyArray, leaf: Leaf, dtype: jnp.dtype) -> Array:

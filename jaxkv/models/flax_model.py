@@ -96,6 +96,7 @@ class FlaxModel:
         max_positions: longest sequence that the model supports, in tokens.
         num_layers: layers with a cache.
         whole_prompts: always False: a module gets tokens and positions, but no lengths.
+        batch_invariant: always False: the order of sums in a module is XLA's choice.
 
     Raises:
         ValueError: the module lacks a member of `CausalModule`, or its cache specs are not plain attention layers
@@ -108,6 +109,7 @@ class FlaxModel:
     max_positions: int
     num_layers: int
     whole_prompts: bool
+    batch_invariant: bool
     _shapes: tuple[jax.ShapeDtypeStruct, ...] = field(repr=False)
     _structure: Any = field(repr=False)
 
@@ -128,6 +130,7 @@ class FlaxModel:
             "max_positions": module.max_positions,
             "num_layers": _count_layers(specs),
             "whole_prompts": False,
+            "batch_invariant": False,
             "_shapes": tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
             "_structure": structure,
         }

@@ -38,6 +38,11 @@ class Model(Protocol):
         ...
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's bits depend on its own sequence alone, see `pallas_kernels.fixed_order`."""
+        ...
+
+    @property
     def implementation(self) -> str | None:
         """The family that every op must use, one of `pallas_kernels.families.FAMILIES`; `None` for the best."""
         ...

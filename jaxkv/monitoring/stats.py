@@ -43,6 +43,7 @@ class Stats:
     Attributes:
         implementation: implementation of the ops of all layers: "mosaic_gpu", "xla" or "cudnn".
         implementation_reasons: why a faster implementation is not used; empty if there is none or the user chose.
+        batch_invariant: whether all sums have a fixed order, see `EngineConfig`.
         device: name of the device that holds the cache.
         cache: statistics of each group's pool.
         cache_bytes: memory of all pools.
@@ -62,6 +63,7 @@ class Stats:
 
     implementation: str
     implementation_reasons: tuple[str, ...]
+    batch_invariant: bool
     device: str
     cache: tuple[GroupStats, ...]
     cache_bytes: int
@@ -87,6 +89,7 @@ def collect_stats(engine: Engine) -> Stats:
     return Stats(
         implementation=runner.implementation.name,
         implementation_reasons=runner.implementation.reasons,
+        batch_invariant=runner.model.batch_invariant,
         device=get_default_device().device_kind,
         cache=groups,
         cache_bytes=sum(group.num_bytes for group in groups),

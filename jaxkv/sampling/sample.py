@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from jaxkv._pytree import pytree
 from jaxkv.config.sampling import LOGPROBS_MODES
 from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.log_total import log_total
 from pallas_kernels import filter_bounds
 
 # The device may flush smaller temperatures to zero, so they count as zero.
@@ -227,7 +228,7 @@ def gumbel_noise(
 def _logprobs(
     logits: Float32[Array, "rows vocab"], tokens: Int[Array, " rows"], top: int
 ) -> dict[str, Array]:
-    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    total = log_total(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     values, ids = lax.top_k(logits, top)
     return {"logprob": (chosen - total)[:, 0], "top_ids": ids, "top_logprobs": values - total}

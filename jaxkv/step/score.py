@@ -9,6 +9,8 @@ from jaxtyping import Array, Float32, Int32
 from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.log_total import log_total
+from pallas_kernels.fixed_order import fixed_order
 
 _BLOCK = 256
 """Tokens per block of logits: 256 rows of a 128k vocabulary take 131 MB in float32."""
@@ -53,9 +55,10 @@ def score_tokens(
     def score_block(block: tuple[Array, Array]) -> TokenScores:
         logits = model.logits(params, block[0])
         chosen = jnp.take_along_axis(logits, block[1][:, None], axis=1)[:, 0]
-        total = jax.nn.logsumexp(logits, axis=1)
+        with fixed_order(model.batch_invariant):
+            total = log_total(logits)
         values, ids = jax.lax.top_k(logits, top)
-        return TokenScores(chosen - total, ids, values - total[:, None])
+        return TokenScores(chosen - total[:, 0], ids, values - total)
 
     scores = jax.lax.map(
         score_block,

@@ -13,6 +13,7 @@ from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
 from jaxkv.sampling.sample import Sampled, read_choices, sample, write_choices
 from jaxkv.step.outputs import recall_outputs
+from pallas_kernels.fixed_order import fixed_order
 
 
 def last_hidden(
@@ -61,6 +62,7 @@ def step(model: Model, params: Params, cache: Cache, batch: StepBatch) -> tuple[
         choices = choices | {"hidden": outputs}
     logits = model.logits(params, last)
     state = read_choices(choices, batch.sampling)
-    sampled = sample(logits, batch.sampling, state, batch.seq_lens)
+    with fixed_order(model.batch_invariant):
+        sampled = sample(logits, batch.sampling, state, batch.seq_lens)
     choices = write_choices(choices, batch.sampling, sampled.tokens, batch.seq_lens)
     return cache.with_layer(model.num_layers, choices), sampled

@@ -11,7 +11,12 @@ from jaxkv.config.vllm_names import ALIASES
 
 README = Path(__file__).parents[2] / "README.md"
 CONFIGS = {"CacheConfig": CacheConfig, "EngineConfig": EngineConfig}
-VALUES = {"kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5, "enable_prefix_caching": False}
+VALUES = {
+    "kv_cache_dtype": "int8",
+    "gpu_memory_utilization": 0.5,
+    "enable_prefix_caching": False,
+    "batch_invariant": True,
+}
 
 
 @pytest.mark.parametrize("alias", [alias for alias in ALIASES if alias.owner in CONFIGS])
@@ -40,7 +45,7 @@ def test_the_table_in_the_readme_is_the_table_in_code():
     [
         (lambda: LLM(num_seqs=4), "the closest is max_num_seqs"),
         (lambda: LLM(temperature=0), r"the closest is SamplingParams\(temperature=\.\.\.\)"),
-        (lambda: LLM(zzz=0), "its options are model, revision, dtype, .*, enable_prefix_caching$"),
+        (lambda: LLM(zzz=0), "its options are model, revision, dtype, .*, batch_invariant$"),
         (lambda: LLM(page_size=4), r"the closest is cache=CacheConfig\(page_size=\.\.\.\)"),
         (lambda: LLM(max_length=4), "the closest is max_model_len"),
         (lambda: LLM(trust_remote_code=True), "nothing in a model directory is executed"),

@@ -65,6 +65,7 @@ def fake_stats():
     stats = {
         "implementation": "mosaic_gpu",
         "implementation_reasons": [],
+        "batch_invariant": False,
         "device": "NVIDIA H200",
         "cache": [
             _group(group, one, 2**31) for group, one in zip(layout.groups, maps, strict=True)

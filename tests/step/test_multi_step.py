@@ -25,6 +25,7 @@ class Scribe:
     num_layers: int = 1
     max_positions: int = PAGES * PAGE
     whole_prompts: bool = False
+    batch_invariant: bool = False
     implementation: str | None = None
 
     def running(self, implementation):

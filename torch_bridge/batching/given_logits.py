@@ -29,6 +29,7 @@ class GivenLogits:
     num_layers: int = 0
     max_positions: int = 2**31 - 1
     whole_prompts: bool = False
+    batch_invariant: bool = False
     implementation: str | None = "xla"
 
     def running(self, implementation: str) -> "GivenLogits":
