@@ -76,7 +76,8 @@ class Collector:
         ended: list[Ended] = []
         now, reports = self._clock(), step.shape.features.logprobs is not None
         steps = [_StepTokens(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in sampled]
-        finite, has_windows = steps[0].finite, self._allocator.has_windows
+        _, tokens, finite = steps[0]
+        has_windows, plain = self._allocator.has_windows, len(steps) == 1 and not reports
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
             sequence, start, count, emits, _ = part
             if sequence.epoch != epoch:
@@ -90,7 +91,10 @@ class Collector:
                 sequence.pending -= emits
                 sequence.note_weight_version(step.weight_version)
                 try:
-                    taken = _accept(sequence, index, steps, emits, reports=reports)
+                    if not plain:
+                        taken = _accept(sequence, index, steps, emits, reports=reports)
+                    elif taken := int(finite[index]):
+                        sequence.accept(tokens[index], None)
                 except STEP_FAILURES as error:
                     ended.append((sequence, error))
                     continue
