@@ -126,7 +126,9 @@ def lowerings():
     import jax
     import jax.numpy as jnp
 
+    from jaxkv.config.lora import LoraConfig
     from jaxkv.programs.manifest import Lowering
+    from jaxkv.runner.adapter_stacks import AdapterStacks
     from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
     from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
@@ -137,6 +139,7 @@ def lowerings():
     many = StepSpec(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
     drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
     processed = dataclasses.replace(step, features=Features(draws=True, processors=True))
+    adapted = dataclasses.replace(step, features=Features(lora=True))
     weighed = dataclasses.replace(step, features=chosen)
     several = dataclasses.replace(step, steps=4)
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
@@ -146,6 +149,13 @@ def lowerings():
 
     def processing(*arguments, **changes):
         return sequence_runner(*arguments, **changes, logits_processors=FUNCTIONS).runner
+
+    def adapting(*arguments, **changes):
+        runner = sequence_runner(*arguments, **changes).runner
+        runner.adapters = AdapterStacks(
+            runner.model, LoraConfig(max_adapters=2, max_rank=16), "bfloat16"
+        )
+        return runner
 
     def swapped(params, cache, *packed):
         cache, out = decode.function(params, cache, *packed)
@@ -188,6 +198,7 @@ def lowerings():
             dataclasses.replace(processed, steps=4)
         ),
         "readmit_processed": lambda: processing("xla").program(AdmitSpec(1, 64, returning=True)),
+        "decode_adapted": lambda: adapting("mosaic_gpu", layers=1).program(adapted),
         # The loop is the same around kernels, which lengthen the compile; `multi_step_processed` has them.
         "multi_step": lambda: sequence_runner("xla", layers=1).runner.program(several),
         "prefill": lambda: sequence_runner("mosaic_gpu").runner.program(mixed),

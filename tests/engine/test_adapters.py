@@ -164,10 +164,14 @@ def test_prompt_logprobs_are_those_of_the_adapter(llm):
     assert np.abs(llm.score(PROMPT)[0] - got).max() > 0.01
 
 
-def test_a_rollout_tells_the_adapter_of_each_sample(llm):
-    rollout = llm.rollout([PROMPT, PROMPT[2:]], [greedy("a"), greedy()])
+def test_a_rollout_tells_the_adapter_of_each_sample_and_is_scored_by_it(llm):
+    prompts, sampling = [PROMPT, PROMPT], [greedy("a"), greedy()]
+    rollout = llm.rollout(prompts, sampling)
     version = llm.list_loras()["a"]
     assert rollout.adapters == [AdapterVersion("a", version), None]
+    scored = llm.score(prompts, rollout, sampling)
+    np.testing.assert_allclose(scored, rollout.logprobs, atol=1e-5)
+    assert np.abs(scored[0] - scored[1]).max() > 0.01
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(llm, folders, tmp_path):
@@ -227,6 +231,20 @@ def test_adapters_need_room_and_an_engine():
         without.generate([PROMPT], greedy("a"))
     named = made(lora=None, enable_lora=True, max_loras=2, max_lora_rank=4)
     assert named.engine.adapters.config == LoraConfig(max_adapters=2, max_rank=4)
+
+
+@pytest.mark.slow
+def test_a_strict_llm_that_was_warmed_up_for_adapters_compiles_nothing_for_any_of_them(folders):
+    llm = made(strict=True)
+    llm.add_lora("a", folders["a"])
+    for name in (None, "a"):
+        llm.warm_up(batch=3, prompt_tokens=len(PROMPT), sampling=greedy(name), score=True)
+    llm.add_lora("b", folders["b"])
+    known = len(llm.engine.runner.programs.manifest())
+    llm.generate([PROMPT, PROMPT[1:], PROMPT[2:]], [greedy(name) for name in ("b", None, "a")])
+    llm.generate([PROMPT[3:]], greedy())
+    llm.score(PROMPT, lora="b")
+    assert len(llm.engine.runner.programs.manifest()) == known
 
 
 @pytest.mark.slow

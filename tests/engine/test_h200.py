@@ -13,7 +13,8 @@ from tests.engine.h200_host import LAYERS
 
 CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "decode_64_rows"
 PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
-STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, "prefill")
+ADAPTED = "decode_adapted"
+STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, ADAPTED, "prefill")
 GENERATES = ("generate_short", "generate")
 GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
 BESIDE = ("copy", "readmit", "readmit_processed")
@@ -44,7 +45,7 @@ MORE_LATENT = (
 MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *MORE_LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW = (
-    *(MANY_ROWS, "decode_drawn", *PROCESSED, "generate", ODD, LATE, SOLVING),
+    *(MANY_ROWS, "decode_drawn", *PROCESSED, ADAPTED, "generate", ODD, LATE, SOLVING),
     *(*MORE_HYBRID, *MORE_LATENT, *MORE_WINDOWS),
 )
 FAST = [
@@ -54,11 +55,13 @@ FAST = [
     *WINDOWS,
 ]
 # Our kernels in a program. Per layer of a Llama one that writes, one that attends, and of few rows one for each of
-# four products; of more than 64 tokens no product is a kernel. Products of experts are two, however many tokens.
+# four products; of more than 64 tokens no product is a kernel. Products of experts are two, however many tokens. With
+# adapters, gate and up are multiplied twice: with the activation in the kernel, and without it.
 KERNELS = {
     "decode": 0,
     "decode_best": 6 * DEEP + 1,
     MANY_ROWS: 6 * 2 + 1,
+    ADAPTED: 7 + 1,
     "prefill": 2 * 2 + 1,
     "windows_gemma_decode": 13,
     "windows_gpt_oss_decode": 13,

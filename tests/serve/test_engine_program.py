@@ -23,6 +23,7 @@ from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.serve.wire import AskStats, Start, frame
 from jaxkv.text.tokenizer import load_tokenizer
+from tests.weights.adapter_files import save_adapter
 
 CACHE = {"max_sequences": 2, "page_size": 16}
 PROCESSORS = {"digest": "tests.sampling.processors:digest"}
@@ -49,6 +50,42 @@ async def started(start=START):
     process.client.start()
     await process.client.ready()
     return process
+
+
+@pytest.mark.slow
+def test_a_served_adapter_gives_the_tokens_of_an_llm_with_it(tmp_path):
+    shapes = {
+        "model.layers.0.self_attn.q_proj": (256, 256),
+        "model.layers.3.mlp.down_proj": (256, 576),
+    }
+    save_adapter(tmp_path / "sql", shapes, size=0.3)
+    llm = LLM(dtype="float32", max_model_len=64, cache=CacheConfig(**CACHE), lora=True)
+    llm.add_lora("sql", tmp_path / "sql")
+    ids = llm.tokenizer.encode("def add(")
+    sampling = [replace(GREEDY, stop=(), lora=name) for name in (None, "sql")]
+    wanted = [out.token_ids for out in llm.generate([ids, ids], sampling)]
+    assert wanted[0] != wanted[1]
+    warm = ((2, 16, ("greedy",)),)
+    room = {"max_adapters": 1, "max_rank": 8}
+    changes = {"lora": room, "lora_modules": {"sql": str(tmp_path / "sql")}, "warm_up": warm}
+
+    async def test():
+        process = await started(msgspec.structs.replace(START, **changes))
+        client = process.client
+
+        async def tokens(params):
+            made = generate(client, None, ids, params)
+            found = []
+            while new := await made.deltas():
+                found += new
+            return [token for delta in found for token in delta.ids]
+
+        assert await asyncio.gather(*map(tokens, sampling)) == wanted
+        with pytest.raises(RequestRefused, match="no adapter 'other' is loaded; loaded are: 'sql'"):
+            await client.submit(ids, replace(sampling[0], lora="other")).arrivals()
+        await process.end()
+
+    asyncio.run(test())
 
 
 def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
