@@ -96,6 +96,8 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
         process = await started()
         client = process.client
         tokenizer = load_tokenizer(client.facts.directory)
+        frames = []
+        client.on_step = frames.append
 
         async def text(prompt, params=GREEDY):
             made = generate(client, tokenizer, tokenizer.encode(prompt), params)
@@ -106,6 +108,9 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
 
         got = await asyncio.gather(*map(text, PROMPTS))
         assert got == [(out.text, out.finish_reason, out.stop_reason) for out in wanted]
+        # One frame has the tokens of all requests of a step.
+        assert len(frames) <= (await client.stats())["steps"]
+        assert max(len(each.tokens) for each in frames) > 1
         choice = replace(GREEDY, structured_outputs=StructuredOutputs(choice=["fine"]))
         assert (await text("x", choice))[:2] == ("fine", "stop")
         wrong = replace(GREEDY, stop=(), structured_outputs=StructuredOutputs(regex="(("))
