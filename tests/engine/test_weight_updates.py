@@ -153,20 +153,27 @@ def test_equal_weights_leave_requests_in_progress_unchanged():
     assert [tuple(state.token_ids) for state in states] == answers(FIRST, requests)
 
 
-def test_prefixes_on_the_host_are_dropped_too():
+@pytest.mark.parametrize("cleared", [True, False])
+def test_prefixes_on_the_host_are_dropped_too(monkeypatch, cleared):
     engine = engine_with_host()
+    if not cleared:
+        monkeypatch.setattr(type(engine.host), "clear", lambda self: None)
     requests = [request_of(prompt, max_tokens=4) for prompt in prompts(5, 2, length=40)]
     fill = [request_of(prompt, max_tokens=4) for prompt in prompts(6, 2, length=40)]
     served(engine, [*requests, *fill])
     assert len(engine.host.tier) > 0
     engine.update_weights(SECOND)
-    assert len(engine.host.tier) == 0
-    assert served(engine, requests) == answers(SECOND, requests)
+    assert (len(engine.host.tier) == 0) == cleared
+    # Without the clearing a later request would see old pages.
+    assert (served(engine, requests) == answers(SECOND, requests)) == cleared
     engine.prefix.check()
 
 
 @pytest.mark.slow  # That `clear` removes checkpoints is shown by the tests of the prefix index.
-def test_checkpoints_of_recurrent_states_are_dropped_too():
+@pytest.mark.parametrize("cleared", [True, False])
+def test_checkpoints_of_recurrent_states_are_dropped_too(monkeypatch, cleared):
+    if not cleared:
+        monkeypatch.setattr(PrefixIndex, "clear", lambda self: None)
     engine = hybrid.engine_of(page=16, longest=128, budget=64, tokens=64)
     network, params = hybrid.model()
     new = other(params, 3)
@@ -176,7 +183,7 @@ def test_checkpoints_of_recurrent_states_are_dropped_too():
     assert engine.prefix.stats.tokens_reused > 0
     engine.update_weights(new)
     wanted = generated(network, new, (request,), rows=1)[0].token_ids
-    assert served(engine, [request, request]) == [wanted, wanted]
+    assert (served(engine, [request, request]) == [wanted, wanted]) == cleared
     assert first[0] != wanted
 
 

@@ -92,6 +92,11 @@ def without_one(arrays):
     return dict(list(arrays.items())[1:])
 
 
+def ended_half_way(arrays):
+    yield from list(arrays.items())[: len(arrays) // 2]
+    raise RuntimeError("the trainer has died")
+
+
 def with_one(change):
     def changed(arrays):
         name = next(iter(arrays))
@@ -154,6 +159,10 @@ def test_an_llm_takes_a_trainers_named_tensors_and_compiles_once(small):
         llm.update_weights(iter(without_one(arrays).items()))
     assert llm.params is before
     assert llm.weight_version == 4
+    with pytest.raises(RuntimeError, match="has died"):
+        llm.update_weights(ended_half_way(louder), requests="recompute")
+    assert llm.params is before
+    assert llm.generate([ids], greedy)[0].token_ids == wanted[0]
     # Neither without parameters nor with deleted ones is another program needed.
     llm.sleep(level=2)
     llm.update_weights(iter(louder.items()))
