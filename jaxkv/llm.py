@@ -1032,13 +1032,14 @@ class LLM:
         """Returns the natural log-probabilities of given tokens, computed in one of two ways, as float32 arrays.
 
         Without `outputs` each text takes one step, as a prompt does. That is the cheapest way. Decode steps have other
-        shapes, so the log-probabilities of a sample differ from these by rounding.
+        shapes, so the log-probabilities of a sample differ from these by rounding, unless the engine has
+        `batch_invariant`.
 
         With `outputs` the engine runs as `generate` and `rollout` do, and takes these tokens in place of sampled ones,
         in the same programs. It costs as much as the rollout, with an empty prefix cache. If the same programs run with
         the same rows, the result equals the rollout's log-probabilities bit for bit: always with
-        `EngineConfig(pinned_shapes=True)`, and otherwise if all of the rollout's prompts are given in its order, and it
-        began with an empty prefix cache, preempted nothing and was alone in the engine.
+        `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`, and otherwise if all of the rollout's prompts are
+        given in its order, and it began with an empty prefix cache, preempted nothing and was alone in the engine.
 
         Args:
             prompts: whole texts, or the prompts before `outputs`; in any form that `generate` takes.

@@ -45,7 +45,8 @@ def score(
     """Returns the log-probabilities of given tokens, computed in one of two ways.
 
     Without `outputs` it computes each text of `prompts` in one step, as a prompt. That is the cheapest way. The same
-    tokens in decode steps have other shapes, so their log-probabilities differ from these by rounding.
+    tokens in decode steps have other shapes, so their log-probabilities differ from these by rounding, unless the model
+    has `batch_invariant`.
 
     With `outputs` it runs the program of `jaxkv.generate`: a step over the prompts, then a decode step for each column
     of `outputs`, whose tokens it takes in place of sampled ones. With `generate`'s own arguments and its

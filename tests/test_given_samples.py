@@ -149,6 +149,30 @@ def test_one_program_gives_the_same_bits_in_bfloat16_and_after_an_update(parts, 
     assert_same_bits(llm.score(PROMPTS, rollout, SAMPLING), rollout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_batch_invariance_one_step_per_text_has_the_bits_of_decode_steps_too(parts, dtype):
+    llm = made(parts, dtype, batch_invariant=True)
+    sampling = replace(SAMPLING, logprobs_mode="raw")
+    llm.rollout(PROMPTS, sampling)
+    rollout = llm.rollout(PROMPTS, replace(sampling, seed=4))
+    assert sum(one.usage.cached_tokens for one in rollout.outputs) > 0
+    assert_same_bits(llm.score(PROMPTS, rollout, sampling), rollout)
+    ids = [[one.token_ids for one in each.outputs] for each in rollout.outputs]
+    back = llm.score(PROMPTS[::-1], ids[::-1], sampling)
+    assert_same_bits([back[8 - 2 * (row // 2) + row % 2] for row in range(10)], rollout)
+    texts = [
+        [*prompt, *sample] for prompt, group in zip(PROMPTS, ids, strict=True) for sample in group
+    ]
+    lens = rollout.output_mask.sum(axis=1)
+    whole = llm.score(texts)
+    assert_same_bits([one[-count:] for one, count in zip(whole, lens, strict=True)], rollout)
+    # The pure function too, on the engine's model, which has the fixed order of sums.
+    told = np.asarray(jaxkv.score(llm.params, llm.engine.runner.model, texts))
+    rows = [row[len(text) - n : len(text)] for row, text, n in zip(told, texts, lens, strict=True)]
+    assert_same_bits(rows, rollout)
+
+
 @pytest.mark.parametrize(
     ("outputs", "sampling", "message"),
     [
