@@ -42,7 +42,10 @@ def scan_tokens(
     ends = jnp.where(last, write_states[row], num_states)
     kept = snapshots_at(token + 1, snapshot_ends, snapshot_states, num_states)
     kept = jnp.where(last | (real & ((position + 1) % chunk_size == 0)), kept, num_states)
-    begun = states.at[read_states].get(mode="fill", fill_value=0).astype(jnp.float32)
+    begun = states.at[read_states].get(mode="fill", fill_value=0)
+    # The barrier orders all reads before the writes. For a single token XLA would otherwise read again after the write,
+    # from a copy of the pool.
+    begun = jax.lax.optimization_barrier(begun).astype(jnp.float32)
 
     def visit(carry: tuple, now: tuple) -> tuple:
         pool, state = carry
