@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from jaxkv import default_model
 from torch_bridge import JaxkvCache
@@ -25,12 +25,12 @@ COUNT = 64
 def main() -> None:
     """Prints the time per token before and after, and whether the tokens are the same."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", help="a model on the hub, or a folder")
+    parser.add_argument("--model", help="a Llama on the hub, or its folder")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     folder = given.model or default_model.path()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device)
     ids = torch.arange(10, 10 + 48, device=device)[None]
 
