@@ -115,12 +115,17 @@ class Step:
             _ACTIVE.set(self._outer)
 
     def check_complete(self) -> None:
-        """Raises `RuntimeError` if a layer has not written to the cache."""
+        """Raises `RuntimeError` if a layer has not written to the cache, or not read the pages that it was to read."""
         missing = self.unwritten | self._unseen_states
         if missing:
             raise RuntimeError(
                 f"layers {sorted(missing)} took no notice of the JaxkvCache that the forward was given, as with "
                 f"gradient checkpointing in training mode, which drops caches. Call model.eval(), or pass no cache"
+            )
+        if self._unattended:
+            raise RuntimeError(
+                f"layers {sorted(self._unattended)} have an attention of their own, which got the new keys alone, "
+                f'since the model is set to attention "jaxkv"; call model.set_attn_implementation("sdpa")'
             )
 
     def keeps(self, layer: int) -> bool:

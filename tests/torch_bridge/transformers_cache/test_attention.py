@@ -114,6 +114,21 @@ def test_without_a_cache_of_ours_it_says_what_to_pass(ours, options):
         greedy(model, ids, mask, 2, **options)
 
 
+def test_layers_with_an_attention_of_their_own_are_named(ours, monkeypatch):
+    model = ours("llama")
+    cache = JaxkvCache(model)
+    attention = model.model.layers[1].self_attn
+
+    def attend(hidden_states, past_key_values, **more):
+        keys = torch.ones(*hidden_states.shape[:2], 2, 16).transpose(1, 2)
+        past_key_values.update(keys, keys, attention.layer_idx)
+        return hidden_states, None
+
+    monkeypatch.setattr(attention, "forward", attend)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"layers \[1\] have an attention of"):
+        model(prompts(1, 5)[0], past_key_values=cache)
+
+
 def test_layers_that_borrow_keys_are_refused_by_number():
     config = transformers.Gemma3nTextConfig(
         vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
