@@ -54,12 +54,16 @@ def test_each_token_is_multiplied_by_the_sum_of_its_own_adapter(implementation):
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_tokens_without_an_adapter_keep_the_bits_of_the_plain_projection(dtype, implementation):
     weight, x = adapted(dtype=dtype), draw(5, TOKENS, IN, dtype=dtype)
-    # Sums of zeros with both signs, which an addition of zero would change.
-    x = x.at[3].set(jnp.asarray(-0.0, dtype))
     run = jax.jit(lambda one: linear(one, x, implementation=implementation))
     got, plain = run(weight), run(weight.weight)
     assert equal_bits(np.asarray(got)[NONE], np.asarray(plain)[NONE])
     assert not np.any(np.all(np.asarray(got)[~NONE] == np.asarray(plain)[~NONE], axis=1))
+
+
+def test_a_negative_zero_stays_one_beside_adapters():
+    y = jnp.full((TOKENS, OUT), -0.0, jnp.float32)
+    got = np.asarray(adapted().added_to(y, draw(5, TOKENS, IN)))
+    assert equal_bits(got[NONE], np.asarray(y)[NONE])
 
 
 def test_an_adapter_that_is_not_finite_reaches_no_other_token():
