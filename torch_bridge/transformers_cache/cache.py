@@ -29,6 +29,7 @@ from torch_bridge.graphs.recorder import recorder_for
 from torch_bridge.graphs.replayed_forward import install
 from torch_bridge.transformers_cache.attention import attends_pages
 from torch_bridge.transformers_cache.cache_layers import Running, layers_of
+from torch_bridge.transformers_cache.fingerprint import autocast
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
@@ -106,8 +107,8 @@ class JaxkvCache(Cache):
     reads all weights once. Forwards of one token per row compare nothing.
 
     Two kinds of change are not noticed. One is a change inside any other object, such as a closure or a global setting.
-    The other is a change through `.data`, of an attribute or of autocast, that is undone before the next comparison,
-    even if single tokens were computed in between. `reset(keep_prefix=False)` drops all prefixes.
+    The other is a change through `.data`, or of an attribute, that is undone before the next comparison, even if single
+    tokens were computed in between. `reset(keep_prefix=False)` drops all prefixes.
 
     Args:
         model: a causal language model on the CPU or one GPU. The cache's hooks on it are removed with the cache.
@@ -379,7 +380,9 @@ class JaxkvCache(Cache):
             raise
         self._running.step = step
         self._num_reused += reused
-        self._unread = Unread(call.ids, call.positions, real, step.num_columns)
+        # Single tokens compare no fingerprint.
+        is_same = autocast() == self._store.autocast
+        self._unread = Unread(call.ids if is_same else None, call.positions, real, step.num_columns)
         step.enter()
         return call.without_columns(left_out)
 

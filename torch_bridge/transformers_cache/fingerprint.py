@@ -56,9 +56,17 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
     """
     reading = _Reading()
     reading.visit(model)
-    for kind in ("cpu", "cuda"):
-        reading.values.append(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
+    reading.values.append(autocast())
     return Fingerprint(tuple(reading.values), checksums(reading.tensors), tuple(reading.objects))
+
+
+def autocast() -> tuple[torch.dtype | None, ...]:
+    """Returns the dtype of autocast on CPUs and on GPUs, in this thread; `None` where it is off."""
+    kinds = ("cpu", "cuda")
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in kinds
+    )
 
 
 def structure(model: torch.nn.Module) -> Fingerprint:

@@ -17,7 +17,7 @@ from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from torch_bridge.sharing.dlpack import jax_device
 from torch_bridge.sharing.kept_lease import KeptLease
 from torch_bridge.sharing.leases import Lease
-from torch_bridge.transformers_cache.fingerprint import Fingerprint
+from torch_bridge.transformers_cache.fingerprint import Fingerprint, autocast
 
 _ENDS = CheckpointPolicy(
     divergence=False, last_aligned=False, penultimate=False, wait_for_equals=False
@@ -40,6 +40,7 @@ class Store:
         index: prefix index of full pages and checkpoints of states, which outlive their sequences.
         num_bytes: size of all arrays.
         device: torch's device.
+        autocast: autocast at the last `notice`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Store:
         self._session: Lease | None = None
         self._in_session = False
         self._fingerprint: Fingerprint | None = None
+        self.autocast = autocast()
 
     @property
     def leases_taken(self) -> int:
@@ -79,7 +81,7 @@ class Store:
         """Clears the prefix index if the model's fingerprint differs from the last one."""
         if self._fingerprint is not None and fingerprint != self._fingerprint:
             self.index.clear()
-        self._fingerprint = fingerprint
+        self._fingerprint, self.autocast = fingerprint, autocast()
 
     def borrow(self) -> Lease:
         """Returns a write lease for one forward; pass it to `give_back`, or abandon it."""

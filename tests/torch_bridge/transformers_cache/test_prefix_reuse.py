@@ -168,6 +168,19 @@ def test_what_was_computed_with_an_unknown_argument_is_no_prefix():
         assert ForwardCall.of({**known, "language": given}).ids is None
 
 
+def test_single_tokens_computed_under_autocast_are_no_prefix(llama):
+    ids, _ = prompts(1, 24)
+    cache = JaxkvCache(llama, max_tokens=256, page_size=4)
+    with torch.no_grad():
+        llama(ids[:, :12], past_key_values=cache)
+        with torch.autocast("cpu", torch.bfloat16):
+            for column in range(12, 24):
+                llama(ids[:, column : column + 1], past_key_values=cache)
+        cache.reset()
+        llama(ids, past_key_values=cache, logits_to_keep=1)
+    assert cache.stats().tokens_reused == 12
+
+
 def test_masks_may_have_any_dtype():
     shown = [[False, True, True]]
     for dtype in (torch.bool, torch.int32, torch.float16, torch.bfloat16):
