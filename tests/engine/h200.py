@@ -157,6 +157,11 @@ def lowerings():
         )
         return runner
 
+    def invariant(spec):
+        made = sequence_runner("mosaic_gpu", layers=1).runner
+        made.model = dataclasses.replace(made.model, batch_invariant=True)
+        return made.program(spec)
+
     def swapped(params, cache, *packed):
         cache, out = decode.function(params, cache, *packed)
         layer = cache.layer(0)
@@ -202,6 +207,7 @@ def lowerings():
         # The loop is the same around kernels, which lengthen the compile; `multi_step_processed` has them.
         "multi_step": lambda: sequence_runner("xla", layers=1).runner.program(several),
         "prefill": lambda: sequence_runner("mosaic_gpu").runner.program(mixed),
+        "prefill_invariant": lambda: invariant(mixed),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
         "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),
         "readmit": lambda: sequence_runner("xla").runner.program(AdmitSpec(1, 64, returning=True)),
