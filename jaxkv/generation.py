@@ -105,6 +105,7 @@ def generate(
             from more than one source or, inside a traced function, from none.
     """
     check_model(params, model)
+    check_eos(eos_ids, model.vocab_size)
     tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
     greedy = SamplingParams(temperature=0.0)
     return generate_rows(
@@ -149,8 +150,8 @@ def generate_rows(
     per_prompt: Sequence[SamplingParams],
     given: GivenTokens | None,
     *,
-    key: Key | None,
-    seeds: Seeds | None,
+    key: object,
+    seeds: object,
     eos_ids: Sequence[int],
     cache_dtype: str | None,
     logits_processors: Mapping[str, LogitsProcessor] | None,
@@ -164,13 +165,12 @@ def generate_rows(
         lens: tokens of each prompt.
         per_prompt: sampling of each prompt; with given tokens, it asks for log-probabilities.
         given: tokens of each row, of at most the largest `max_tokens`; `None` to sample them.
-        key: a key, or `None`.
-        seeds: seeds, or `None`.
-        eos_ids: ids that end a row that samples.
+        key: a key, or `None`; anything else is refused.
+        seeds: seeds, or `None`; anything else is refused.
+        eos_ids: ids that end a row that samples, checked.
         cache_dtype: dtype name of keys and values, or `None`.
         logits_processors: name -> function.
     """
-    _check_eos(eos_ids, model.vocab_size)
     _refuse_host_sampling(per_prompt)
     _check_lengths(lens, tokens.shape[1], per_prompt, model)
     width = max(_most_tokens(one) for one in per_prompt)
@@ -239,7 +239,8 @@ def _refuse_host_sampling(sampling: Sequence[SamplingParams]) -> None:
         )
 
 
-def _check_eos(eos_ids: object, vocab_size: int) -> None:
+def check_eos(eos_ids: object, vocab_size: int) -> None:
+    """Raises `ValueError` unless these are token ids."""
     ids = host_array("eos_ids", eos_ids)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"eos_ids must be a sequence of token ids, got {eos_ids!r}")

@@ -14,6 +14,7 @@ from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.generation import (
     GivenTokens,
+    check_eos,
     check_model,
     generate_rows,
     pack_on_device,
@@ -78,6 +79,7 @@ def score(
         ValueError: an argument has the wrong type, shape or range, or needs `outputs` and there are none.
     """
     check_model(params, model)
+    check_eos(eos_ids, model.vocab_size)
     tokens, lens = padded_prompts(prompts, prompt_lens, model.vocab_size)
     if outputs is None:
         named = {

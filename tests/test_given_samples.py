@@ -132,8 +132,11 @@ def test_a_rollout_on_an_empty_prefix_cache_is_replayed_in_its_own_shapes(parts,
         assert sum(one.usage.cached_tokens for one in rollout.outputs) > 0
         compiled, begun = compile_count(), llm.engine.steps
         assert_same_bits(llm.score(PROMPTS, rollout, SAMPLING), rollout)
+        steps = llm.engine.steps - begun
+        # A replay does not begin with the pages of the one before it.
+        assert_same_bits(llm.score(PROMPTS, rollout, SAMPLING), rollout)
+        assert llm.engine.steps - begun == 2 * steps
         assert compile_count() == compiled
-        assert llm.engine.steps > begun
 
 
 @pytest.mark.slow

@@ -187,6 +187,7 @@ def test_logits_that_are_not_finite_give_nan_and_not_0(parts):
         ({"outputs": np.zeros((4, 12), int), "sampling": SAMPLING}, "12 columns, and the largest"),
         ({"outputs": np.zeros((2, 0), int)}, "0 columns"),
         ({"model": "path"}, "see jaxkv.load_model"),
+        ({"eos_ids": 2}, "eos_ids must be a sequence of token ids, got 2"),
     ],
     ids=lambda value: None,
 )
