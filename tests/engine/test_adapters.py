@@ -123,6 +123,7 @@ def test_a_request_whose_adapter_was_replaced_before_it_began_is_refused(llm, fo
         llm.engine.add(requests)
 
 
+@pytest.mark.slow
 def test_rows_without_an_adapter_have_the_bits_of_an_llm_without_adapters(folders):
     # One shape for all steps, since steps of other shapes round otherwise.
     engine = EngineConfig(pinned_shapes=True, token_budget=32)
@@ -139,6 +140,7 @@ def test_rows_without_an_adapter_have_the_bits_of_an_llm_without_adapters(folder
         assert got[row].logprobs != wanted[row].logprobs
 
 
+@pytest.mark.slow
 def test_a_batch_without_adapters_runs_in_programs_without_them(llm):
     def specs():
         return {program.spec for program in llm.engine.runner.programs.manifest()}
@@ -162,6 +164,7 @@ def test_no_program_depends_on_the_adapters(llm, folders):
     assert len(llm.engine.runner.programs.manifest()) == known
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_those_of_the_adapter(llm):
     [output] = llm.generate([PROMPT], greedy("a", prompt_logprobs=0))
     got = [
@@ -204,6 +207,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llm, folders, tmp_path
     assert llm.list_loras() == before
 
 
+@pytest.mark.slow
 def test_asyncio_callers_change_adapters_while_requests_run(folders):
     llm = made()
 

@@ -105,6 +105,7 @@ def test_a_batch_of_adapters_and_none_gives_the_tokens_of_the_sums(served):
     assert all(one != other for one, other in pairwise([*first, first[0]]))
 
 
+@pytest.mark.slow
 def test_scores_of_an_adapter_are_those_of_the_sums(served):
     case, llm, models = served
     text = case.prompt(30)
