@@ -263,9 +263,7 @@ def _cache_for(
     held = sorted(request.tokens_held for samples in requests for request in samples)
     # A sample of several copies the page of the prompt's end before it writes there.
     room = sum(_pages(tokens) + 1 for tokens in held[-rows:])
-    return JaxkvCache(
-        model, room * _PAGE_SIZE, page_size=_PAGE_SIZE, max_sequences=rows, graphs=True
-    )
+    return JaxkvCache(model, room * _PAGE_SIZE, page_size=_PAGE_SIZE, max_sequences=rows)
 
 
 def _pages(tokens: int) -> int:

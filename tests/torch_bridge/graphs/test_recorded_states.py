@@ -25,7 +25,7 @@ def pair(monkeypatch):
 
     def make(family, **options):
         model, twin = recurrent_model(family), recurrent_model(family)
-        cache = JaxkvCache(model, **{"max_tokens": 512, "page_size": 8, **options})
+        cache = JaxkvCache(model, **{"max_tokens": 512, "page_size": 8, "graphs": True, **options})
         if cache.parts.store.layout.paged_groups:
             model.set_attn_implementation("jaxkv")
         return model, twin, cache
@@ -170,3 +170,9 @@ def test_batches_of_many_prompts_are_replayed_too(pair, family):
     assert cache.stats().steps_replayed > 9
     assert zero_state(cache)
     check(cache)
+
+
+def test_steps_of_recurrent_layers_are_replayed_only_if_asked_for(pair):
+    model, _, asked = pair("Mamba2")
+    assert asked.stats().why_not_replayed is None
+    assert "with graphs=True alone" in JaxkvCache(model, max_tokens=256).stats().why_not_replayed
