@@ -33,7 +33,12 @@ def scan_tokens(
             depend on how the tokens are divided among steps.
     """
     cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states = tables
-    tokens, num_states = len(jax.tree.leaves(parts)[0]), len(states)
+    given, num_states = len(jax.tree.leaves(parts)[0]), len(states)
+    # XLA inlines a loop of a single token and compiles its sums in another way, so that one gets a padding token.
+    tokens = max(given, 2) if rounds else given
+    parts = jax.tree.map(
+        lambda part: jnp.pad(part, ((0, tokens - given), *((0, 0),) * (part.ndim - 1))), parts
+    )
     row, place = rows_of_tokens(cu_q_lens, tokens)
     token = jnp.arange(tokens, dtype=jnp.int32)
     real = place >= 0
@@ -59,4 +64,4 @@ def scan_tokens(
 
     start = states, jnp.zeros(states.shape[1:], jnp.float32)
     (pool, _), out = jax.lax.scan(visit, start, (parts, row, place, ends, kept))
-    return jnp.where(real.reshape(-1, *(1,) * (out.ndim - 1)), out, 0.0), pool
+    return jnp.where(real.reshape(-1, *(1,) * (out.ndim - 1)), out, 0.0)[:given], pool
