@@ -79,12 +79,12 @@ def plan_decode(given):
 
 def plan_prefill(given):
     """Plans the launch that `torch_bridge` makes by itself, too."""
-    arrays = [given[name] for name in ("q", "k_pages")]
+    arrays = [given[name] for name in ("q", "k_pages", "page_table")]
     options = chosen(given, "scale", "window", "soft_cap")
     has_sinks = given.get("sinks") is not None
-    ragged.direct_launch(*arrays, given["page_table"].shape[0], **options, has_sinks=has_sinks)
+    ragged.direct_launch(*arrays, **options, has_sinks=has_sinks)
     ragged.why_fall_back(given["k_pages"], given["page_table"])
-    return ragged.why_not(*arrays), tile_attention.why_not(given["q"])
+    return ragged.why_not(*arrays[:2]), tile_attention.why_not(given["q"])
 
 
 def plan_write(given):
