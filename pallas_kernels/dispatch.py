@@ -8,8 +8,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
-from pallas_kernels.fixed_order import is_fixed
-
 _LOG = logging.getLogger(__name__)
 _FALLBACKS: Counter[tuple[str, str, str]] = Counter()
 
@@ -101,6 +99,9 @@ def choose(
         raise ValueError(
             f"{op} has no implementation {implementation!r}; choose one of {', '.join(reasons)}"
         )
+    # Here, because files of the host import this one, and need no JAX.
+    from pallas_kernels.fixed_order import is_fixed
+
     if is_fixed():
         reasons = {name: partial(_unless_unfixed, op, name, of) for name, of in reasons.items()}
     asked = _ASKED.get()

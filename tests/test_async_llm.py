@@ -174,6 +174,7 @@ def test_a_stream_that_is_closed_aborts_its_request(llm):
     in_service(llm, users)
 
 
+@pytest.mark.slow
 def test_a_strict_model_serves_what_was_warmed_up_for_the_engine():
     """No stop string was in the warm-up, and yet nothing is compiled."""
     strict = LLM(

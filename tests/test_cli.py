@@ -27,6 +27,7 @@ def test_generate_prints_the_prompt_and_goes_on(capsys):
     assert len(out) > len("def \n")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text(capsys):
     texts = []
     for _ in range(2):

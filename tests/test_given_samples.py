@@ -77,6 +77,7 @@ def pinned(parts):
     return made(parts, cache=tight, pinned_shapes=True)
 
 
+@pytest.mark.slow
 def test_rollouts_with_hits_chunks_and_preemptions_are_replayed_in_one_program(pinned):
     cold = pinned.rollout(PROMPTS, SAMPLING)
     warm = pinned.rollout(PROMPTS, replace(SAMPLING, seed=4))

@@ -210,11 +210,13 @@ def test_a_prompts_own_salt_separates_its_pages(llm):
         llm.explain({"prompt_token_ids": ids, "cache_salt": "mine"}, salt="yours")
 
 
+@pytest.mark.slow
 def test_a_seed_of_the_llm_may_have_64_bits():
     llm = LLM(load_format="dummy", max_num_seqs=1, seed=2**64 - 1, max_model_len=32, progress=False)
     assert len(llm.generate([[1, 2]], max_tokens=2)[0].token_ids) == 2
 
 
+@pytest.mark.slow
 def test_every_bit_of_a_seed_of_the_llm_changes_dummy_weights():
     def embedding(seed):
         options = {"load_format": "dummy", "max_num_seqs": 1, "max_model_len": 32}

@@ -80,6 +80,7 @@ def test_a_stream_says_that_it_reports_none(llm):
         llm.stream(PROMPT, asked(1))
 
 
+@pytest.mark.slow
 def test_strict_mode_needs_them_in_the_warm_up():
     strict = LLM(
         dtype="float32",

@@ -45,6 +45,7 @@ def saved(tmp_path_factory):
         yield path, done.stdout.strip(), llm
 
 
+@pytest.mark.slow
 def test_prefixes_of_another_process_are_hit_and_change_no_token(saved):
     path, printed, llm = saved
     wanted = [(llm.explain(prompt).num_tokens - 1) // 8 * 8 for prompt in PROMPTS]
@@ -110,6 +111,7 @@ def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(saved, tmp
             act(tmp_path / "prefixes")
 
 
+@pytest.mark.slow
 def test_strict_mode_compiles_nothing_for_it(saved, tmp_path):
     path, _, _ = saved
     with make(strict=True) as llm:

@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_every_way_is_timed_against_the_same_floor(folder):
     record = load_record(folder / "it.json")
     rows = {row["form"]: row for row in record.rows}

@@ -26,6 +26,7 @@ def records(tmp_path_factory):
     return [load_record(folder / f"generate-tiny{part}.json") for part in ("", "-programs")]
 
 
+@pytest.mark.slow
 def test_every_form_is_timed_at_every_batch_size(records):
     rows = records[0].rows
     assert [(row["batch"], row["form"]) for row in rows] == [(n, f) for n in (1, 2) for f in FORMS]

@@ -70,6 +70,8 @@ def all_rows_differ(names):
 NEEDS_SERVER = ("docs/how-to/benchmark.md",)
 # Pages whose commands look into a server and a file.
 NEEDS_LOOKED_AT = ("docs/how-to/dashboard.md",)
+# Pages that take ten seconds.
+LONG = ("docs/how-to/command-line.md", "docs/how-to/trainer.md")
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {
     "docs/how-to/serve.md": nothing_compiles_after_the_warm_up,
@@ -83,6 +85,7 @@ def name_of(page):
 
 def marked(page):
     marks = [pytest.mark.torch] if name_of(page) in NEEDS_TORCH else []
+    marks += [pytest.mark.slow] if name_of(page) in LONG else []
     return pytest.param(page, id=name_of(page), marks=marks)
 
 

@@ -136,6 +136,7 @@ def traces(examples):
 
 
 @traces(120)
+@pytest.mark.slow
 def test_a_trace_changes_no_bit_of_any_result(together, truths, trace, taken, losses, junk):
     """Hits, chunks, preemptions, aborts, neighbours, rows and lost caches change no bit of a log-probability."""
     check(together, truths, trace, taken, losses, junk)

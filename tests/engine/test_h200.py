@@ -22,11 +22,11 @@ BESIDE = ("copy", "readmit", "readmit_processed")
 ODD, LATE = "one_page", "read_late"
 BAD = ("swapped", LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
-HYBRID = ("hybrid_experts_decode_mosaic_gpu", "hybrid_delta_decode_mosaic_gpu")
-LATENT = ("latent_decode_mosaic_gpu",)
+HYBRID = ("hybrid_delta_decode_mosaic_gpu",)
 WINDOWS = ("windows_gemma_decode",)
 # Steps that show of a model or of an option what one of the others shows too.
 MORE_HYBRID = (
+    "hybrid_experts_decode_mosaic_gpu",
     "hybrid_decode_mosaic_gpu",
     "hybrid_keeping_decode_mosaic_gpu",
     "hybrid_keeping_prefill_mosaic_gpu",
@@ -34,7 +34,8 @@ MORE_HYBRID = (
     "hybrid_experts_prefill_mosaic_gpu",
 )
 SOLVING = "hybrid_delta_prefill_mosaic_gpu"
-MORE_LATENT = (
+LATENT = (
+    "latent_decode_mosaic_gpu",
     "latent_expanded_mosaic_gpu",
     "latent_absorbed_mosaic_gpu",
     "latent_sparse_decode_records_mosaic_gpu",
@@ -44,15 +45,14 @@ MORE_LATENT = (
     "latent_sparse_expanded_records_mosaic_gpu",
 )
 MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
-OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *MORE_LATENT, *WINDOWS, *MORE_WINDOWS)
+OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW = (
-    *(MANY_ROWS, "decode_drawn", *PROCESSED, ADAPTED, "generate", ODD, LATE, SOLVING),
-    *(*MORE_HYBRID, *MORE_LATENT, *MORE_WINDOWS, INVARIANT),
+    *(MANY_ROWS, *CHOOSING, *PROCESSED, ADAPTED, "generate", ODD, LATE, SOLVING),
+    *(*MORE_HYBRID, *LATENT, *MORE_WINDOWS, INVARIANT),
 )
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
     *HYBRID,
-    *LATENT,
     *WINDOWS,
 ]
 # Our kernels in a program. Per layer of a Llama one that writes, one that attends, and of few rows one for each of

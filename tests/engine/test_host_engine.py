@@ -66,6 +66,7 @@ def test_many_at_once_get_the_oracles_tokens(seed):
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_a_hybrid_models_states_come_back_with_their_pages():
     engine = hybrid.engine_of(
         page=32, longest=192, budget=128, tokens=128, pages=5, checkpoints=2, host_bytes=2**24

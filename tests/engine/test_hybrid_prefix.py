@@ -5,6 +5,8 @@ Checkpoints are made where prompts diverge, at the last aligned length and at th
 
 from dataclasses import replace
 
+import pytest
+
 from tests.engine.engines import assert_idle
 from tests.engine.hybrid import (
     ISSUE,
@@ -95,6 +97,7 @@ def test_a_prompt_that_is_known_to_its_end_computes_nothing():
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_the_reference_trace_computes_2008_tokens():
     # 300, then 800 over its first 256, then 800 over the first 512 of that beside 1100 over its first 768, then 800
     # over the first 512: 3800 tokens without the index.

@@ -7,6 +7,8 @@ from pathlib import Path
 from sys import monitoring
 from types import FunctionType
 
+import pytest
+
 import jaxkv
 from jaxkv.engine.request_state import FINISHED, WAITING
 from tests.engine.engines import assert_idle, engine_for, request_of
@@ -102,6 +104,7 @@ def serve(interrupt):
     return interrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_fork_leaks_nothing_and_loses_nobody():
     """Every line of it: the samples that had not started follow on, those that had are computed again."""
     lines = serve(Interrupt(10**9, ["engine/parallel_samples"])).seen

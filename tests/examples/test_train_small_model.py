@@ -64,6 +64,7 @@ def trained(tokenizer):
     return train(TINY, RECIPE, tokenizer, stream, stream[:70])
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_best_weights_are_the_ones_kept(tokenizer, trained):
     params, history = trained
     assert history[-1]["train"] < 0.7 * history[0]["train"] < 0.7 * math.log(TINY.vocab_size)

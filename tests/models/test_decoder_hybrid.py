@@ -195,6 +195,7 @@ def test_blocks_of_one_layer_may_not_share_a_parameter(model):
         Decoder(twice).param_shapes("float32")
 
 
+@pytest.mark.slow
 def test_layers_with_one_owner_store_what_they_share_once_and_compute_as_with_copies(model):
     stage = ("transformer>mamba2",)
     sharing = replace(

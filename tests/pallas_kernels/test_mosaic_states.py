@@ -114,6 +114,7 @@ def test_interpreted_what_passes_the_state_by_is_rounded_once(races):
     assert not races()
 
 
+@pytest.mark.slow
 def test_interpreted_exact_weights_lose_next_to_nothing_to_rounding():
     """Beyond the rounding of outputs, which is the same for both."""
     inputs = scan_cases.Case("", Rows((128,)), 1, 64, 64, chunk_size=64).inputs(0)

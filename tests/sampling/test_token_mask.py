@@ -6,6 +6,7 @@ import pytest
 
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features
+from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import sample
 from jaxkv.sampling.token_mask import mask_of, num_words
 from tests.sampling import oracle
@@ -19,6 +20,8 @@ ALLOWED = [range(VOCAB), [76], [3, 31, 32, 63, 64], [0, 75], range(1, VOCAB, 2)]
 def batch(features, **values):
     masks = np.stack([mask_of(allowed, num_words(VOCAB)) for allowed in ALLOWED])
     values |= {"token_mask": jnp.asarray(masks.view(np.int32))} if features.grammar else {}
+    if features.logprobs is not None:
+        values["given"] = jnp.full((ROWS, 1), NO_TOKEN, jnp.int32)
     rows = jnp.arange(ROWS, dtype=jnp.int32)
     return SamplingBatch(state_ids=rows, carry=rows * 0, values=values, features=features)
 

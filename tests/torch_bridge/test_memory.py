@@ -61,6 +61,7 @@ def ended(request):
     return run("-c", EITHER_ORDER.format(first=request.param, second=second))
 
 
+@pytest.mark.slow
 def test_either_may_be_imported_first(ended):
     assert ended.stdout == "refused\n", ended.stderr
 
@@ -76,6 +77,7 @@ def test_shares_that_do_not_fit_are_refused(shares):
         memory.share_memory(*shares)
 
 
+@pytest.mark.slow
 def test_the_example_computes_the_prefix_once():
     done = run("-m", "torch_bridge.examples.chat_over_one_prefix")
     assert done.returncode == 0, done.stderr

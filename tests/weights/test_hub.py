@@ -552,6 +552,7 @@ def plan(model, **environment):
     )
 
 
+@pytest.mark.slow
 def test_a_command_follows_the_environment_of_the_hub(hub, tmp_path):
     home = tmp_path / "home"
     hub.models[NAME] = Model(SMALL, is_private=True, grants=("hf_good",))

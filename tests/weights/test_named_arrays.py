@@ -131,6 +131,7 @@ def test_a_name_that_comes_twice_is_refused(small):
         )
 
 
+@pytest.mark.slow
 def test_an_llm_takes_a_trainers_named_tensors_and_compiles_once(small):
     folder, model, arrays = small
     greedy = SamplingParams(temperature=0.0, max_tokens=8)

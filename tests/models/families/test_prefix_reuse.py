@@ -60,6 +60,7 @@ def test_longrope_reuses_prefixes_where_all_sequences_are_in_the_original_contex
     check(case, tmp_path, stem=stem, max_model_len=max_model_len, reuses=reuses)
 
 
+@pytest.mark.slow
 def test_zamba2_has_pages_and_states_of_each_use_of_a_shared_block(tmp_path):
     """Prompts are computed in steps of 16 tokens, and the second one begins from pages and a state of the first."""
     case = hybrid_cases.CASES["zamba2"]

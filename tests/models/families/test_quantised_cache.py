@@ -78,6 +78,7 @@ def test_logits_and_greedy_tokens_equal_transformers_over_rounded_keys(family, n
     assert np.all((got[PROMPT - 1 :].argmax(1) == chosen)[clear])
 
 
+@pytest.mark.slow
 def test_a_model_serves_text_from_a_third_of_the_bytes():
     params = SamplingParams(temperature=0.0, max_tokens=4)
     texts, sizes = {}, {}

@@ -27,10 +27,10 @@ MODULES = {
 }
 # Each kernel, with each way in which it is compiled that another size of it does not show.
 FEW = {
-    "choices": ("index_topk", "index_topk packed", "filter_bounds"),
+    "choices": ("index_topk", "filter_bounds"),
     "decode": ("batch 64", "fp8"),
     "grouped": ("gpt-oss-up-t8", "gpt-oss-down-t2048"),
-    "ragged": ("llama", "gpt-oss", "gemma", "fp8"),
+    "ragged": ("llama", "fp8"),
     "skinny": ("8b-o-b64", "8b-gate-up-b1", "8b-logits-b64", "8b-down-b64, 37 rows"),
     "states": ("causal_conv", "causal_conv one token each", "ssd_update", "ssd_scan"),
     "writes": (

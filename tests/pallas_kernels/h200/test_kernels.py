@@ -11,11 +11,11 @@ pytestmark = pytest.mark.skipif(
 )
 PROGRAMS = {
     "few": {
-        **{"choices": 3, "decode": 2, "grouped": 2, "ragged": 4},
+        **{"choices": 2, "decode": 2, "grouped": 2, "ragged": 2},
         **{"skinny": 4, "states": 4, "writes": 6},
     },
     "rest": {
-        **{"choices": 1, "decode": 5, "grouped": 1, "ragged": 0},
+        **{"choices": 2, "decode": 5, "grouped": 1, "ragged": 2},
         **{"skinny": 12, "states": 3, "writes": 3},
     },
 }

@@ -144,6 +144,7 @@ def test_no_pool_is_copied(reports):
         assert report["temp_bytes"] < 2**22, name
 
 
+@pytest.mark.slow
 def test_it_lowers_for_cuda_without_a_gpu():
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
     if jax.__version_info__[:2] > NEWEST_JAX:

@@ -116,6 +116,7 @@ def test_projections_of_one_tensor_are_one_kernel_with_torchs_results(fused, row
     assert not fused.products.is_faster(2, width, (96, 64))
 
 
+@pytest.mark.slow
 def test_one_row_takes_four_kernels_for_seven_projections(fused, monkeypatch):
     model = half()
     ids, mask = prompts(1, 9)
@@ -136,6 +137,7 @@ def test_one_row_takes_four_kernels_for_seven_projections(fused, monkeypatch):
     assert fused.ran.count("products") == 2 + 2 * (2 * 4 + 1)
 
 
+@pytest.mark.slow
 def test_a_kernel_with_other_results_is_not_used_and_the_reason_is_kept(fused, monkeypatch):
     model = half()
     ids, mask = prompts(1, 9)
@@ -202,6 +204,7 @@ def test_a_forward_that_replaces_that_of_a_class_is_called(fused, monkeypatch):
     assert [kind_of(module) for module in modules] == [None] * 3
 
 
+@pytest.mark.slow
 def test_a_sum_that_changes_in_place_gets_a_new_norm(fused):
     model = half()
     model.model.layers[1].register_forward_pre_hook(lambda layer, args: scaled(args[0]))

@@ -46,7 +46,7 @@ def made(kind):
     model = recurrent_model("Bamba") if kind == "bamba" else tiny_model(num_hidden_layers=1)
     twin = recurrent_model("Bamba") if kind == "bamba" else tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("jaxkv")
-    return model, twin, JaxkvCache(model, max_tokens=256)
+    return model, twin, JaxkvCache(model, max_tokens=256, graphs=True)
 
 
 def further(model, text, count, cache):

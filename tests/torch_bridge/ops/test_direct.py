@@ -208,6 +208,7 @@ def reports():
     return compiled("few")
 
 
+@pytest.mark.slow
 def test_an_h200_would_launch_kernels_whose_arguments_are_the_tensors(reports):
     kernel = {"runs": ["mosaic_gpu_v2"]}
     out = {"in_place": [], "out": [[[8, 32, 128], "bfloat16"]], "missing": 0, "columns": None}
