@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float, Int
 
 from jaxkv.config.checks import as_int
-from jaxkv.engine.loaded_adapter import AdapterVersion
+from jaxkv.engine.lora.loaded_adapter import AdapterVersion
 from jaxkv.engine.request import RequestOutput, SampleOutput
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.step.loop import ERROR, LENGTH, STOP

@@ -17,10 +17,10 @@ from jaxkv.cache.integrity import IdleCheck
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
-from jaxkv.engine.adapters import Adapters
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
 from jaxkv.engine.host_tier.host_cache import open_host, why_no_host
+from jaxkv.engine.lora.adapters import Adapters
 from jaxkv.engine.multi_step import MultiStep
 from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken

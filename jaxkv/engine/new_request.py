@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.engine.loaded_adapter import LoadedAdapter
+from jaxkv.engine.lora.loaded_adapter import LoadedAdapter
 from jaxkv.engine.request import Request, check_salt, sample_seed
 from jaxkv.structured.grammar import Grammar
 from jaxkv.text.prompts import TokenizedPrompt

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
-from jaxkv.engine.loaded_adapter import AdapterVersion, LoadedAdapter
+from jaxkv.engine.lora.loaded_adapter import AdapterVersion, LoadedAdapter
 from jaxkv.runner.rows import Row
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.structured.grammar import Grammar

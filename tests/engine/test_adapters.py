@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import LLM, AsyncLLM, CacheConfig, EngineConfig, LoraConfig, SamplingParams
-from jaxkv.engine.loaded_adapter import AdapterVersion
+from jaxkv.engine.lora.loaded_adapter import AdapterVersion
 from jaxkv.errors import BadCheckpoint
 from tests.engine.engines import PAGE, VOCAB, model_of
 from tests.weights.adapter_files import save_adapter

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxkv.config.lora import LoraConfig, check_adapter_name
-from jaxkv.engine.loaded_adapter import AdapterVersion, LoadedAdapter
+from jaxkv.engine.lora.loaded_adapter import AdapterVersion, LoadedAdapter
 from jaxkv.engine.request import Request
 from jaxkv.memory import named_exhaustion
 from jaxkv.runner.adapter_stacks import AdapterStacks

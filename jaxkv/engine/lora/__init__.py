@@ -1,0 +1,1 @@
+"""LoRA adapters that requests name: those that are loaded, and what a request remembers of its own."""
