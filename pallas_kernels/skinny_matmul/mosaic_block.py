@@ -18,7 +18,10 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 
 
 class Block:
-    """One block. A *turn* is an iteration over a tile's contraction; a *step* counts the turns of all its tiles."""
+    """One block. A *turn* is an iteration over a tile's contraction; a *step* counts the turns of all its tiles.
+
+    `first_row` is the first row of the block's group in the call; `None` if the call is one group.
+    """
 
     def __init__(
         self,
@@ -26,7 +29,7 @@ class Block:
         schedule: Schedule,
         ending: Ending,
         refs: Mapping[str, Ref],
-        first_row: Array | int,
+        first_row: Array | None,
     ) -> None:
         g, s = self.geometry, self.schedule = geometry, schedule
         self.refs, self.first_row = refs, first_row
@@ -69,7 +72,7 @@ class Block:
         column = self.first_column(tile)
         arrived = refs["arrived"].at[slot]
         rows_of_x = first_rows(g.padded_rows)
-        if not isinstance(self.first_row, int):
+        if self.first_row is not None:
             rows_of_x = pl.ds(self.first_row, g.padded_rows)
         for fold in range(s.folds):
             chunk = (self.share * self.turns + turn) * s.folds + fold

@@ -77,13 +77,15 @@ class End:
         schedule: Schedule,
         ending: Ending,
         refs: Mapping[str, Ref],
-        first_row: Array | int,
+        first_row: Array | None,
     ) -> None:
         self.geometry, self.schedule, self.ending, self.refs = geometry, schedule, ending, refs
         self._first_row = first_row
 
     def of_call(self, rows: Slice) -> Slice:
         """Returns rows of the block's group as rows of the call."""
+        if self._first_row is None:
+            return rows
         return pl.ds(self._first_row + rows.start, rows.size)
 
     def prepare(self) -> None:

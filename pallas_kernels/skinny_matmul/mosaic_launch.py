@@ -104,7 +104,7 @@ class Kernel:
     def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
         names = ["weight", "x", *self.ending.inputs, *self.ending.outputs]
         named = dict(zip(names, refs, strict=True))
-        first = 0
+        first = None
         if self.groups > 1:
             # Each group has `MOST_ROWS` rows.
             first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
