@@ -72,24 +72,29 @@ def given_sampling(
 
 
 def given_requests(
-    requests: Sequence[Request], samples: Sequence[Sample], salt: bytes
+    requests: Sequence[Request], samples: Sequence[Sample], salt: bytes | None
 ) -> list[Request]:
     """Returns the requests of one prompt with given tokens, without those of samples that have none.
 
     Args:
         requests: one per sample.
         samples: the token ids of each.
-        salt: their pages are shared only with requests that have this one; see `replay_salt`.
+        salt: their pages are shared only with requests that have this one, see `replay_salt`; `None` for the salts that
+            they have.
     """
     return [
-        replace(request, given=sample, salt=salt + _bytes_of(request.salt))
+        replace(
+            request,
+            given=sample,
+            salt=request.salt if salt is None else salt + _bytes_of(request.salt),
+        )
         for request, sample in zip(requests, samples, strict=True)
         if sample
     ]
 
 
 def replay_salt() -> bytes:
-    """Returns a salt that no other request has, so that a replay begins with an empty prefix cache."""
+    """Returns a salt that no other request has, so that a replay neither takes nor leaves cached prefixes."""
     return secrets.token_bytes(16)
 
 

@@ -725,12 +725,18 @@ class LLM:
         return [output_of(samples, self.tokenizer) for samples in made]
 
     def _serve_all(
-        self, requests: Sequence[Sequence[Request]], progress: bool | None
+        self,
+        requests: Sequence[Sequence[Request]],
+        progress: bool | None,
+        *,
+        clear_prefixes: bool = False,
     ) -> list[list[RequestState]]:
         """Runs checked requests until all have ended; if `progress` is `None`, shows a bar on a terminal."""
         shown = self._progress and sys.stderr.isatty() if progress is None else bool(progress)
         with self.lock.held():
             self._recover()
+            if clear_prefixes:
+                self.engine.clear_prefixes()
             return serve_all(self.engine, requests, progress=shown)
 
     def rollout(
@@ -1036,10 +1042,11 @@ class LLM:
         `batch_invariant`.
 
         With `outputs` the engine runs as `generate` and `rollout` do, and takes these tokens in place of sampled ones,
-        in the same programs. It costs as much as the rollout, with an empty prefix cache. If the same programs run with
+        in the same programs. It costs as much as the rollout with an empty prefix cache. If the same programs run with
         the same rows, the result equals the rollout's log-probabilities bit for bit: always with
-        `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`, and otherwise if all of the rollout's prompts are
-        given in its order, and it began with an empty prefix cache, preempted nothing and was alone in the engine.
+        `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`, which also leave the prefix cache as it was. Any
+        other engine empties its prefix cache first; the bits are then equal if all of the rollout's prompts are given
+        in its order, and the rollout began with an empty prefix cache and was alone in the engine.
 
         Args:
             prompts: whole texts, or the prompts before `outputs`; in any form that `generate` takes.
@@ -1090,11 +1097,12 @@ class LLM:
         samples = given_samples(outputs, len(prompts), self.model.vocab_size)
         chosen = None if call["sampling"] is None else one_each(call["sampling"], len(prompts))
         requests = self._checked_all(prompts, given_sampling(chosen, samples))
-        salt, given = replay_salt(), []
+        salt, given = replay_salt() if self.engine.repeats_bits else None, []
         for index, (group, tokens) in enumerate(zip(requests, samples, strict=True)):
             with named("prompt", index, len(prompts)):
                 given.append(given_requests(group, tokens, salt))
-        made = iter(self._serve_all([group for group in given if group], call["progress"]))
+        groups = [group for group in given if group]
+        made = iter(self._serve_all(groups, call["progress"], clear_prefixes=salt is None))
         states = [next(made) if group else [] for group in given]
         return [
             scores

@@ -203,3 +203,34 @@ def test_a_text_is_no_sample():
     # Without the shape checker of the tests, which refuses it in its own way.
     with pytest.raises(ValueError, match="outputs must be a Rollout"):
         inspect.unwrap(given_samples)("text", 1, 50)
+
+
+@pytest.mark.slow
+def test_a_replay_evicts_what_its_rollout_evicted(parts):
+    """In a pool with pages for little more than its rows, and with windows, whose pages are evicted in two classes."""
+    _, params, model = parts
+    windowed = replace(model, config=replace(model.config, windows=(None, 9)))
+    llm = LLM.from_parts(
+        windowed,
+        params,
+        cache=CacheConfig(max_sequences=4, page_size=4),
+        engine=EngineConfig(token_budget=16, steps_per_launch=1),
+        max_model_len=48,
+        progress=False,
+    )
+    sampling = replace(SAMPLING, n=3, stop=(), stop_token_ids=())
+    llm.rollout(PROMPTS, sampling)
+    llm.update_weights(params)
+    ran, step = [], llm.engine.sequence_runner.step
+
+    def record(shape, rows):
+        ran.append((shape, rows.starts, rows.lens))
+        return step(shape, rows)
+
+    llm.engine.sequence_runner.step = record
+    rollout = llm.rollout(PROMPTS, replace(sampling, seed=5))
+    wanted = ran.copy()
+    for _ in range(2):
+        ran.clear()
+        assert_same_bits(llm.score(PROMPTS, rollout, sampling), rollout)
+        assert ran == wanted

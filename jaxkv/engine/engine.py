@@ -234,16 +234,25 @@ class Engine:
         with named_exhaustion("updating the weights"):
             self.runner.update_params(params, version)
         # At once, so that nothing of the old weights stays if what follows fails.
-        if self.host is not None:
-            self.host.clear()
-        elif self.prefix is not None:
-            self.prefix.clear()
+        self.clear_prefixes()
         if requests == "recompute":
             try:
                 self._receive_all()
             finally:
                 self._requeue()
         return version
+
+    def clear_prefixes(self) -> None:
+        """Empties the prefix cache, on the host too. Requests in progress keep their pages."""
+        if self.host is not None:
+            self.host.clear()
+        elif self.prefix is not None:
+            self.prefix.clear()
+
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether a request's bits are the same in every step, whatever its shape and its other rows."""
+        return self.shapes.pinned or self.runner.model.batch_invariant
 
     @property
     def open_requests(self) -> list[Request]:
