@@ -1,0 +1,91 @@
+"""`FewBits`: a weight in 8 or 4 bits as the products read it. Checkpoints of every format become this one layout."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of e2m1 by their lower three bits; the fourth is the sign (OCP Microscaling Formats 1.0)."""
+
+
+class Code(NamedTuple):
+    """How a code stands for a number, before its scale.
+
+    Attributes:
+        bits: bits of a code, 8 or 4.
+        stored: dtype of `FewBits.codes`.
+        is_float: whether codes are floating-point numbers, which have no zero points.
+    """
+
+    bits: int
+    stored: DTypeLike
+    is_float: bool
+
+
+CODES = {
+    "float8_e4m3fn": Code(8, jnp.float8_e4m3fn, is_float=True),
+    "int8": Code(8, jnp.int8, is_float=False),
+    "int4": Code(4, jnp.uint8, is_float=False),
+    "float4_e2m1fn": Code(4, jnp.uint8, is_float=True),
+}
+"""Name -> code. An int4 code is 0 to 15 and stands for code - 8, or for code - zero where there are zero points."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FewBits:
+    """A weight [*lead, out, inner] in few bits: `weight = number(code) * scale`, one scale per group of columns.
+
+    Attributes:
+        codes: [*lead, out, inner] of 8 bits, or uint8 [*lead, out, inner / 2] with two 4-bit codes per byte, that of
+            the even column in the lower nibble.
+        scales: [*lead, out, groups], float32, bfloat16, float16 or float8_e8m0fnu. Groups are equally many adjacent
+            columns; one group is a scale per row. A scale of a block of rows is repeated for each row, so that rows of
+            several weights can be concatenated.
+        zeros: uint8 [*lead, out, groups], the zero points of int4 codes; `None` for 8, that of symmetric formats.
+        order: int32 [inner] or [*lead, inner]: column of x that each column of the codes multiplies, for formats that
+            sort columns by importance (GPTQ's act-order); `None` for the same one.
+        code: name in `CODES`.
+    """
+
+    codes: Shaped[Array, "*lead out stored"]
+    scales: Shaped[Array, "*lead out groups"]
+    zeros: Shaped[Array, "*lead out groups"] | None
+    order: Shaped[Array, "*any inner"] | None
+    code: str = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight that it stands for."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // CODES[self.code].bits)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.shape[-1] // self.scales.shape[-1]
+
+    def numbers(self) -> Float[Array, "*lead out inner"]:
+        """Returns the float32 numbers that the codes stand for, without zero points and scales."""
+        code = CODES[self.code]
+        if code.bits == 8:
+            return self.codes.astype(jnp.float32)
+        pairs = jnp.stack((self.codes & 15, self.codes >> 4), axis=-1).reshape(self.shape)
+        if not code.is_float:
+            return pairs.astype(jnp.float32)
+        magnitude = jnp.asarray(E2M1, jnp.float32)[pairs & 7]
+        return jnp.where(pairs >> 3 == 1, -magnitude, magnitude)
+
+    def widened(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "*lead out inner"]:
+        """Returns the weight, computed in float32 and rounded once; its columns are those of the codes, see `order`."""
+        scales = jnp.repeat(self.scales.astype(jnp.float32), self.group, axis=-1)
+        numbers = self.numbers()
+        if self.code == "int4":
+            zeros = jnp.float32(8)
+            if self.zeros is not None:
+                zeros = jnp.repeat(self.zeros.astype(jnp.float32), self.group, axis=-1)
+            numbers -= zeros
+        return (numbers * scales).astype(dtype)
