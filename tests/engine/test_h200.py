@@ -22,11 +22,10 @@ BESIDE = ("copy", "readmit", "readmit_processed")
 ODD, LATE = "one_page", "read_late"
 BAD = ("swapped", LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
-HYBRID = ("hybrid_delta_decode_mosaic_gpu",)
+HYBRID = ("hybrid_delta_decode_mosaic_gpu", "hybrid_experts_decode_mosaic_gpu")
 WINDOWS = ("windows_gemma_decode",)
 # Steps that show of a model or of an option what one of the others shows too.
 MORE_HYBRID = (
-    "hybrid_experts_decode_mosaic_gpu",
     "hybrid_decode_mosaic_gpu",
     "hybrid_keeping_decode_mosaic_gpu",
     "hybrid_keeping_prefill_mosaic_gpu",
@@ -89,13 +88,23 @@ def compiled(names):
 
 
 @pytest.fixture(scope="module")
-def report():
-    """Returns the facts about a program by its name. All fast ones are compiled together, about a minute."""
-    found = {}
+def found():
+    """Facts by the names of programs that were compiled."""
+    return {}
+
+
+@pytest.fixture
+def report(found, request):
+    """Returns the facts about a program by its name.
+
+    All fast ones are compiled together, which takes a minute, and all slow ones, which takes four.
+    """
 
     def of(name):
         if name not in found:
-            found.update(compiled(SLOW if name in SLOW else FAST))
+            is_slow = name in SLOW
+            assert not is_slow or request.node.get_closest_marker("slow"), "mark this test as slow"
+            found.update(compiled(SLOW if is_slow else FAST))
         return found[name]
 
     return of
