@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.formats.eight_bit import LARGEST
+from pallas_kernels.formats.few_bits import CODES, FewBits
 
 INT32_MAX = 2**31 - 1
 
@@ -29,7 +30,9 @@ def check_ids(name: str, ids: Array | np.ndarray, shape: tuple[int | None, ...])
         )
 
 
-def check_shape(name: str, array: Array | np.ndarray, shape: tuple[int | None, ...]) -> None:
+def check_shape(
+    name: str, array: Array | np.ndarray | FewBits, shape: tuple[int | None, ...]
+) -> None:
     """Raises `ValueError` if the array's shape is not `shape`, where `None` stands for any size."""
     fits = len(array.shape) == len(shape) and all(
         wanted is None or got == wanted for got, wanted in zip(array.shape, shape, strict=True)
@@ -37,6 +40,36 @@ def check_shape(name: str, array: Array | np.ndarray, shape: tuple[int | None, .
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(array.shape)}")
+
+
+def check_few_bits(name: str, weight: FewBits) -> None:
+    """Raises `ValueError` for a weight in few bits whose parts do not fit each other."""
+    if weight.code not in CODES:
+        raise ValueError(f"{name}.code must be one of {', '.join(CODES)}, got {weight.code!r}")
+    code, (*lead, inner) = CODES[weight.code], weight.shape
+    if weight.codes.dtype != code.stored:
+        wanted = jnp.dtype(code.stored).name
+        raise ValueError(
+            f"{name}.codes of {weight.code} must be {wanted}, got {weight.codes.dtype}"
+        )
+    groups = weight.scales.shape[-1]
+    check_shape(f"{name}.scales", weight.scales, (*lead, groups))
+    if not groups or inner % groups:
+        raise ValueError(
+            f"{name}.scales must be those of equally many columns each, got {groups} for {inner} columns"
+        )
+    if weight.zeros is not None:
+        if weight.code != "int4" or weight.zeros.dtype != jnp.uint8:
+            raise ValueError(
+                f"{name}.zeros must be uint8 and only with codes of int4, got {weight.zeros.dtype} with {weight.code}"
+            )
+        check_shape(f"{name}.zeros", weight.zeros, tuple(weight.scales.shape))
+    if weight.order is not None and (
+        weight.order.dtype != jnp.int32 or weight.order.shape[-1] != inner
+    ):
+        raise ValueError(
+            f"{name}.order must be int32 with {inner} columns, got {weight.order.dtype} {list(weight.order.shape)}"
+        )
 
 
 def check_attention(

@@ -1,12 +1,12 @@
 """`FewBits`: a weight in 8 or 4 bits as the products read it. Checkpoints of every format become this one layout."""
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1 by their lower three bits; the fourth is the sign (OCP Microscaling Formats 1.0)."""
@@ -35,6 +35,8 @@ CODES = {
 """Name -> code. An int4 code is 0 to 15 and stands for code - 8, or for code - zero where there are zero points."""
 
 
+# JAX rebuilds trees from shapes and other objects, which the tests' shape checker would refuse.
+@no_type_check
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FewBits:
@@ -68,24 +70,30 @@ class FewBits:
         """Columns that share a scale."""
         return self.shape[-1] // self.scales.shape[-1]
 
+    def rows(self, start: Int[Array, ""] | int, count: int) -> "FewBits":
+        """Returns `count` adjacent rows of a weight [out, inner], from `start` on."""
+
+        def cut(array: Shaped[Array, "out ..."]) -> Shaped[Array, "count ..."]:
+            return jax.lax.dynamic_slice_in_dim(array, start, count)
+
+        zeros = None if self.zeros is None else cut(self.zeros)
+        return replace(self, codes=cut(self.codes), scales=cut(self.scales), zeros=zeros)
+
     def numbers(self) -> Float[Array, "*lead out inner"]:
-        """Returns the float32 numbers that the codes stand for, without zero points and scales."""
+        """Returns float32 numbers, zero points subtracted and not scaled; all are exact in bfloat16 and float16."""
         code = CODES[self.code]
         if code.bits == 8:
             return self.codes.astype(jnp.float32)
         pairs = jnp.stack((self.codes & 15, self.codes >> 4), axis=-1).reshape(self.shape)
-        if not code.is_float:
-            return pairs.astype(jnp.float32)
-        magnitude = jnp.asarray(E2M1, jnp.float32)[pairs & 7]
-        return jnp.where(pairs >> 3 == 1, -magnitude, magnitude)
+        if code.is_float:
+            magnitude = jnp.asarray(E2M1, jnp.float32)[pairs & 7]
+            return jnp.where(pairs >> 3 == 1, -magnitude, magnitude)
+        zeros = jnp.float32(8)
+        if self.zeros is not None:
+            zeros = jnp.repeat(self.zeros.astype(jnp.float32), self.group, axis=-1)
+        return pairs.astype(jnp.float32) - zeros
 
     def widened(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "*lead out inner"]:
         """Returns the weight, computed in float32 and rounded once; its columns are those of the codes, see `order`."""
         scales = jnp.repeat(self.scales.astype(jnp.float32), self.group, axis=-1)
-        numbers = self.numbers()
-        if self.code == "int4":
-            zeros = jnp.float32(8)
-            if self.zeros is not None:
-                zeros = jnp.repeat(self.zeros.astype(jnp.float32), self.group, axis=-1)
-            numbers -= zeros
-        return (numbers * scales).astype(dtype)
+        return (self.numbers() * scales).astype(dtype)

@@ -1,19 +1,25 @@
 """Public entry point of `grouped_matmul`: rows sorted by group, each times its group's matrix."""
 
+import math
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.arguments.checks import check_ids, check_shape
+from pallas_kernels.arguments.checks import check_few_bits, check_ids, check_shape
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
+from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.grouped_matmul import mosaic_gpu, xla
 
 
 def grouped_matmul(
-    weight: Shaped[Array | np.ndarray, "some others inner"],
+    weight: Shaped[Array | np.ndarray, "some others inner"] | FewBits,
     x: Shaped[Array | np.ndarray, "rows inner"],
     group_sizes: Shaped[Array | np.ndarray, " groups"],
     *,
@@ -25,12 +31,13 @@ def grouped_matmul(
 
     Rows are sorted by group, so the groups' sizes define the group of each row. Sizes may be 0, and must add up to the
     number of rows. A row's bits depend neither on other rows nor on the sizes. In "xla" (`jax.lax.ragged_dot`),
-    however, a NaN or infinity in a group's weights also affects rows of other groups.
+    however, a NaN or infinity in a group's weights also affects rows of other groups, unless they are in few bits.
 
     Args:
         weight: [groups, out, inner], one row for each column of the result, as in Hugging Face checkpoints; or
-            [out, groups, inner] with `group_axis` 1. Any floating dtype.
-        x: [rows, inner], in the weight's dtype.
+            [out, groups, inner] with `group_axis` 1. Any floating dtype, or 8 or 4 bits as `FewBits`, whose `order` is
+            that of all groups or, [groups, inner], of each.
+        x: [rows, inner], in the weight's dtype; with `FewBits` any floating dtype.
         group_sizes: int32 number of rows of each group. Their sum is not checked under a trace.
         group_axis: axis of the weight that counts its matrices, 0 or 1.
         result: dtype of the result; x's if `None`.
@@ -44,22 +51,25 @@ def grouped_matmul(
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     _check(weight, x, group_sizes, group_axis)
-    arrays = tuple(map(jnp.asarray, (weight, x, group_sizes)))
+    matrices, rows, sizes = jax.tree.map(jnp.asarray, (weight, x, group_sizes))
+    if isinstance(matrices, FewBits):
+        matrices, rows = replace(matrices, order=None), _ordered(rows, matrices.order, sizes)
     options = {"group_axis": group_axis, "result": result}
     reasons = {
-        "mosaic_gpu": lambda: why_not_kernel(*arrays[:2], **options),
+        "mosaic_gpu": lambda: why_not_kernel(matrices, rows, **options),
         "xla": lambda: None,
     }
     chosen = choose("grouped_matmul", reasons, implementation)
-    if not x.size or not weight.size:
+    if not x.size or not math.prod(weight.shape):
         out = weight.shape[1 - group_axis]
         return jnp.zeros((x.shape[0], out), x.dtype if result is None else result)
-    run = mosaic_gpu.grouped_matmul if chosen == "mosaic_gpu" else xla.grouped_matmul
-    return run(*arrays, **options)
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.grouped_matmul(matrices, rows, sizes, **options)
+    return xla.grouped_matmul(matrices, rows, sizes, **options)
 
 
 def why_not_kernel(
-    weight: ArrayOrStruct,
+    weight: ArrayOrStruct | FewBits,
     x: ArrayOrStruct,
     *,
     group_axis: int = 0,
@@ -70,7 +80,7 @@ def why_not_kernel(
     Callers that have an alternative to rows sorted by group use it to choose between the two.
 
     Args:
-        weight: as in `grouped_matmul`, or its `jax.ShapeDtypeStruct`.
+        weight: as in `grouped_matmul`, or with a `jax.ShapeDtypeStruct` for each array.
         x: likewise.
         group_axis: as in `grouped_matmul`.
         result: as in `grouped_matmul`.
@@ -78,8 +88,21 @@ def why_not_kernel(
     return mosaic_gpu.why_not(weight, x, group_axis=group_axis, result=result)
 
 
+def _ordered(
+    x: Float[Array, "rows inner"],
+    order: Int[Array, "*groups inner"] | None,
+    sizes: Int[Array, " groups"],
+) -> Float[Array, "rows inner"]:
+    """Returns the columns of x in the order of its weight's columns, or of those of each row's group."""
+    if order is None or order.ndim == 1:
+        return ordered(x, order)
+    groups = jnp.sum(jnp.arange(x.shape[0])[:, None] >= jnp.cumsum(sizes)[None], axis=1)
+    groups = jnp.minimum(groups, sizes.shape[0] - 1)
+    return jnp.take_along_axis(x, order[groups], axis=1, mode="clip")
+
+
 def _check(
-    weight: Array | np.ndarray,
+    weight: Array | np.ndarray | FewBits,
     x: Array | np.ndarray,
     group_sizes: Array | np.ndarray,
     group_axis: int,
@@ -90,11 +113,18 @@ def _check(
             f"group_axis must be 0 or 1, since the last axis is contracted, got {group_axis}"
         )
     check_shape("x", x, (None, None))
+    if isinstance(weight, FewBits):
+        check_few_bits("weight", weight)
+        if weight.order is not None and weight.order.ndim > 1:
+            check_shape("weight.order", weight.order, (weight.shape[group_axis], weight.shape[-1]))
     check_shape("weight", weight, (None, None, x.shape[1]))
     check_ids("group_sizes", group_sizes, (weight.shape[group_axis],))
-    if not jnp.issubdtype(x.dtype, jnp.floating) or weight.dtype != x.dtype:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or (
+        not isinstance(weight, FewBits) and weight.dtype != x.dtype
+    ):
+        found = weight.code if isinstance(weight, FewBits) else weight.dtype
         raise ValueError(
-            f"weight and x must share one floating dtype, got {weight.dtype} and {x.dtype}; cast x to the weight's"
+            f"weight and x must share one floating dtype, got {found} and {x.dtype}; cast x to the weight's"
         )
     if isinstance(group_sizes, Tracer):
         return

@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.grouped_matmul.mosaic_kernel import Kernel
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import table
 
 
 def why_not(
-    weight: ArrayOrStruct,
+    weight: ArrayOrStruct | FewBits,
     x: ArrayOrStruct,
     *,
     group_axis: int = 0,
@@ -30,18 +31,20 @@ def why_not(
 
 
 def refusal(
-    weight: ArrayOrStruct,
+    weight: ArrayOrStruct | FewBits,
     x: ArrayOrStruct,
     *,
     group_axis: int = 0,
     result: DTypeLike | None = None,
 ) -> str | None:
     """Returns why the kernel does not support these arrays on any device, or `None` if it does."""
+    if isinstance(weight, FewBits):
+        return "weights in few bits are multiplied by XLA"
     return Geometry.of(weight, x, group_axis=group_axis, result=result).refusal()
 
 
 def grouped_matmul(
-    weight: Shaped[Array, "some others inner"],
+    weight: Shaped[Array, "some others inner"] | FewBits,
     x: Float[Array, "rows inner"],
     group_sizes: Int[Array, " groups"],
     *,
@@ -69,7 +72,7 @@ def grouped_matmul(
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("geometry", "schedule", "interpret"))
 def _multiply(
-    weight: Shaped[Array, "some others inner"],
+    weight: Shaped[Array, "some others inner"] | FewBits,
     x: Float[Array, "rows inner"],
     group_sizes: Int[Array, " groups"],
     *,

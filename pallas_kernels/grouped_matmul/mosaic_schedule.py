@@ -21,6 +21,7 @@ from pallas_kernels.device import (
     SHARED_BYTES_PER_BLOCK,
     WGMMA_ROWS,
 )
+from pallas_kernels.formats.few_bits import FewBits
 
 # 16-bit elements in the widest swizzle.
 PIECE = 64
@@ -67,7 +68,7 @@ class Geometry:
     @classmethod
     def of(
         cls,
-        weight: ArrayOrStruct,
+        weight: ArrayOrStruct | FewBits,
         x: ArrayOrStruct,
         *,
         group_axis: int,

@@ -1,6 +1,7 @@
 """Public entry point of `skinny_matmul`: few rows times a large weight, fused with the operations around it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.arguments.checks import check_shape
+from pallas_kernels.arguments.checks import check_few_bits, check_shape
 from pallas_kernels.dispatch import choose
-from pallas_kernels.formats.eight_bit import LARGEST
+from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
@@ -21,10 +23,9 @@ __all__ = ["MOST_ROWS", "Weighed", "skinny_matmul"]
 
 
 def skinny_matmul(
-    weight: Shaped[Array | np.ndarray, "weights inner"],
+    weight: Shaped[Array | np.ndarray, "weights inner"] | FewBits,
     x: Shaped[Array | np.ndarray, "rows inner"],
     *,
-    scales: Shaped[Array | np.ndarray, " weights"] | None = None,
     bias: Shaped[Array | np.ndarray, " weights"] | None = None,
     residual: Shaped[Array | np.ndarray, "rows out"] | None = None,
     squares: Shaped[Array | np.ndarray, "parts rows"] | None = None,
@@ -37,7 +38,7 @@ def skinny_matmul(
     result: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows out"] | Weighed:
-    """Computes `activation(x @ weight.T * scales + bias) + residual`, accumulated in float32.
+    """Computes `activation(x @ weight.T + bias) + residual`, accumulated in float32.
 
     A decode step is bound by reading its weights. The kernel supports up to 64 rows and reads each weight once. Calls
     with more rows or unsupported sizes run in XLA. A row's bits do not depend on the other rows.
@@ -48,9 +49,10 @@ def skinny_matmul(
 
     Args:
         weight: [out, inner], one row for each column of the result, as in Hugging Face checkpoints. With `gated` the
-            rows of all gates, then as many others. In x's dtype, or float8_e4m3fn or int8 with `scales`.
-        x: rows of any floating dtype.
-        scales: factor of each row of an 8-bit weight.
+            rows of all gates, then as many others. In x's dtype, or in 8 or 4 bits as `FewBits`, which is read as it
+            lies: the kernel widens it in registers, exactly, and "xla" a few rows at a time, rounded to x's dtype if
+            it has several scales per row.
+        x: rows of any floating dtype. If the weight has an `order`, their columns are permuted by it.
         bias: one value per row of the weight, added before the activation.
         residual: added last.
         squares: `squares` of the `Weighed` whose `weighed` is x: float32 sums of the squares of each row before the
@@ -79,11 +81,13 @@ def skinny_matmul(
         "residual": residual,
         "squares": squares,
         "next_norm": next_norm,
-        "scales": scales,
     }
     _check(weight, x, given, options)
     # `None` is an empty pytree, so absent arguments stay `None`.
     arrays = MatmulArrays(**jax.tree.map(jnp.asarray, given | {"weight": weight, "x": x}))
+    if isinstance(arrays.weight, FewBits):
+        weight = replace(arrays.weight, order=None)
+        arrays = arrays._replace(weight=weight, x=ordered(arrays.x, arrays.weight.order))
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options), "xla": lambda: None}
     if mosaic_gpu.refusal(arrays, options) is not None:
         # For these sizes and dtypes XLA is preferred, so its choice must not count as a fallback.
@@ -95,14 +99,18 @@ def skinny_matmul(
 
 
 def _check(
-    weight: Array | np.ndarray,
+    weight: Array | np.ndarray | FewBits,
     x: Array | np.ndarray,
     optional: Mapping[str, Array | np.ndarray | None],
     options: MatmulOptions,
 ) -> None:
     """Raises `ValueError` for arguments that do not fit each other."""
-    activation, scales = options.activation, optional["scales"]
+    activation = options.activation
     check_shape("x", x, (None, None))
+    if isinstance(weight, FewBits):
+        check_few_bits("weight", weight)
+        if weight.order is not None:
+            check_shape("weight.order", weight.order, weight.shape[-1:])
     check_shape("weight", weight, (None, x.shape[1]))
     if options.gated and weight.shape[0] % 2:
         raise ValueError(
@@ -112,7 +120,6 @@ def _check(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     out = weight.shape[0] // (2 if options.gated else 1)
     wanted = {
-        "scales": weight.shape[:1],
         "bias": weight.shape[:1],
         "residual": (x.shape[0], out),
         "squares": (None, x.shape[0]),
@@ -123,13 +130,7 @@ def _check(
             check_shape(name, array, wanted[name])
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must have a floating dtype, got {x.dtype}")
-    packed = jnp.dtype(weight.dtype).name in LARGEST
-    if packed != (scales is not None):
-        raise ValueError(
-            f"give scales with a weight of {' or '.join(LARGEST)} and with no other, got {weight.dtype} "
-            f"with{'out' if scales is None else ''} scales"
-        )
-    if not packed and weight.dtype != x.dtype:
+    if not isinstance(weight, FewBits) and weight.dtype != x.dtype:
         raise ValueError(
             f"weight and x must share one dtype, got {weight.dtype} and {x.dtype}; cast x to the weight's"
         )

@@ -6,13 +6,14 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.formats.few_bits import FewBits
+
 
 class MatmulArrays(NamedTuple):
-    """The arrays of a call, described in `api.py`; absent ones are `None`."""
+    """The arrays of a call, described in `api.py`; absent ones are `None`. A weight's `order` was applied to x."""
 
-    weight: Shaped[Array, "weights inner"]
+    weight: Shaped[Array, "weights inner"] | FewBits
     x: Float[Array, "rows inner"]
-    scales: Float[Array, " weights"] | None = None
     bias: Float[Array, " weights"] | None = None
     residual: Float[Array, "rows out"] | None = None
     squares: Float[Array, "parts rows"] | None = None

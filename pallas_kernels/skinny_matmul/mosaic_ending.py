@@ -32,7 +32,6 @@ class Ending:
         activation: name of the activation of gates, or without gates of all sums; `None` for none.
         gate_multiplier: factor of the gates before their activation.
         norm_eps: epsilon of the norm before the product, whose sums of squares are an input; `None` without that norm.
-        is_scaled: whether rows and columns have factors, for an 8-bit weight.
         has_bias: whether a bias is added.
         has_residual: whether a residual is added, last.
         weighs: whether the result times the next norm's weights, and the sums of its squares, are outputs as well.
@@ -43,7 +42,6 @@ class Ending:
     activation: str | None = None
     gate_multiplier: float = 1.0
     norm_eps: float | None = None
-    is_scaled: bool = False
     has_bias: bool = False
     has_residual: bool = False
     weighs: bool = False
@@ -53,8 +51,6 @@ class Ending:
     def inputs(self) -> list[str]:
         """Names of its input arrays, in order."""
         names = {
-            "row_factors": self.is_scaled,
-            "scales": self.is_scaled,
             "squares": self.norm_eps is not None,
             "bias": self.has_bias,
             "residual": self.has_residual,
@@ -150,7 +146,7 @@ class End:
             assign(self.refs[name], (self.of_call(rows), columns), value)
 
     def joined(self, piece: Piece, rows: Slice, start: int, width: int, part: int) -> Array:
-        """Returns some rows' sums over all folds, in order, times the rows' factors."""
+        """Returns some rows' sums over all folds, in order, divided by the rows' root mean squares."""
         g, s = self.geometry, self.schedule
         found = []
         for fold in range(s.folds):
@@ -159,10 +155,8 @@ class End:
             tile = self.refs["sums"].at[columns, of_fold].transpose((1, 0))
             found.append(load(tile, piece.layout))
         total = sum(found[1:], found[0])
-        for name in ["factors"] * (self.ending.norm_eps is not None) + [
-            "row_factors"
-        ] * self.ending.is_scaled:
-            factors = load(self.refs[name].at[rows], piece.layout.reduce(1))
+        if self.ending.norm_eps is not None:
+            factors = load(self.refs["factors"].at[rows], piece.layout.reduce(1))
             total *= broadcast(factors, total.shape, 0, piece.layout)
         return total
 
@@ -175,8 +169,6 @@ class End:
             found = load(refs[name].at[place], layout.reduce(0)).astype(jnp.float32)
             return broadcast(found, sums[part].shape, 1, layout)
 
-        if ending.is_scaled:
-            sums = [found * of_columns("scales", part) for part, found in enumerate(sums)]
         if ending.has_bias:
             sums = [found + of_columns("bias", part) for part, found in enumerate(sums)]
         gates, *ups = sums

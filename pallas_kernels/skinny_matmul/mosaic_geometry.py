@@ -10,6 +10,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.eight_bit import LARGEST
+from pallas_kernels.formats.few_bits import FewBits
 
 MOST_ROWS = 64
 # Bytes of a row of the weight in one piece, which is the widest swizzle; and 16-bit elements of x in as many bytes.
@@ -37,11 +38,12 @@ class Geometry:
     stored: DTypeLike
 
     @classmethod
-    def of(cls, weight: ArrayOrStruct, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
+    def of(cls, weight: ArrayOrStruct | FewBits, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
         """Returns the geometry of these arrays."""
         out = weight.shape[0] // (2 if gated else 1)
         rows = min(x.shape[0], MOST_ROWS) if is_fixed() else x.shape[0]
-        return cls(rows, out, x.shape[1], gated, x.dtype, weight.dtype)
+        stored = x.dtype if isinstance(weight, FewBits) else weight.dtype
+        return cls(rows, out, x.shape[1], gated, x.dtype, stored)
 
     def refusal(self) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""

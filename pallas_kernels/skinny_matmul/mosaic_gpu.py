@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_launch import Kernel
-from pallas_kernels.skinny_matmul.mosaic_packed import prepared
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 
@@ -34,6 +34,8 @@ def refusal(arrays: MatmulArrays, options: MatmulOptions) -> str | None:
     activation = options.activation
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+    if isinstance(arrays.weight, FewBits):
+        return "weights in few bits are multiplied by XLA"
     return Geometry.of(arrays.weight, arrays.x, gated=options.gated).refusal()
 
 
@@ -52,7 +54,7 @@ def skinny_matmul(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes, or the given schedule does not fit them.
     """
-    weight, x, scales, bias, residual, squares, next_norm = arrays
+    weight, x, bias, residual, squares, next_norm = arrays
     geometry = Geometry.of(weight, x, gated=options.gated)
     schedule = _runnable(geometry, schedule, refusal(arrays, options))
     if interpret:
@@ -60,35 +62,24 @@ def skinny_matmul(
         schedule = replace(schedule, cluster=1, splits=schedule.shares)
     # If tiles do not divide the columns, the last one overlaps its neighbour and some squares would count twice.
     whole = schedule.splits == 1 and geometry.out % schedule.columns == 0
-    row_factors = None
-    if geometry.packed:
-        operand, row_factors = prepared(x)
-        if squares is not None:
-            row_factors *= inverse_root(squares, geometry.inner, options.norm_eps)[:, 0]
-            squares = None
-    else:
-        operand = x
     ending = Ending(
         result=x.dtype if options.result is None else jnp.dtype(options.result),
         activation=options.activation,
         gate_multiplier=options.gate_multiplier,
         norm_eps=None if squares is None else options.norm_eps,
-        is_scaled=geometry.packed,
         has_bias=bias is not None,
         has_residual=residual is not None,
         weighs=next_norm is not None and whole,
         norm_row=options.norm_row,
     )
     extras = {
-        "row_factors": row_factors,
-        "scales": None if scales is None else scales.astype(jnp.float32),
         "squares": squares,
         "bias": bias,
         "residual": residual,
         "next_norm": next_norm if ending.weighs else None,
     }
     plan = {"schedule": schedule, "geometry": geometry, "ending": ending}
-    found = multiply(weight, operand, extras, **plan, interpret=interpret)
+    found = multiply(weight, x, extras, **plan, interpret=interpret)
     if next_norm is None:
         return found[0]
     return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[options.norm_row])
@@ -146,7 +137,6 @@ def _whole_groups(
     padding = {
         "residual": ((0, more), (0, 0)),
         "squares": ((0, 0), (0, more)),
-        "row_factors": ((0, more),),
     }
     padded = {
         name: array if array is None or name not in padding else jnp.pad(array, padding[name])
@@ -162,10 +152,7 @@ def _ended(
     ending: Ending,
 ) -> Float[Array, "rows out"]:
     """Runs the epilogue in XLA, for splits."""
-    names = ("squares", "bias", "residual", "scales", "row_factors")
-    squares, bias, residual, scales, row_factors = (extras[name] for name in names)
-    if scales is not None and row_factors is not None:
-        total *= row_factors[:, None] * scales[None]
+    squares, bias, residual = (extras[name] for name in ("squares", "bias", "residual"))
     if squares is not None and ending.norm_eps is not None:
         total *= inverse_root(squares, geometry.inner, ending.norm_eps)
     if bias is not None:

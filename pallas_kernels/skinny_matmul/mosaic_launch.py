@@ -25,7 +25,6 @@ from pallas_kernels.skinny_matmul.mosaic_block import Block
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import shared
-from pallas_kernels.skinny_matmul.mosaic_packed import multiply_packed
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
 from pallas_kernels.skinny_matmul.mosaic_wide import multiply_wide
 
@@ -109,6 +108,4 @@ class Kernel:
             # Each group has `MOST_ROWS` rows.
             first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
         block = Block(self.geometry, self.schedule, self.ending, named | scratch, first)
-        block.run(
-            partial(multiply_packed, interpret=interpret) if self.geometry.packed else multiply_wide
-        )
+        block.run(multiply_wide)

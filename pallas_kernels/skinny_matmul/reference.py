@@ -5,14 +5,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 
 
 def skinny_matmul(
-    weight: Shaped[Array, "weights inner"],
+    weight: Shaped[Array, "weights inner"] | FewBits,
     x: Float[Array, "rows inner"],
     *,
-    scales: Float[Array, " weights"] | None = None,
     bias: Float[Array, " weights"] | None = None,
     residual: Float[Array, "rows out"] | None = None,
     squares: Float[Array, "parts rows"] | None = None,
@@ -25,14 +25,15 @@ def skinny_matmul(
     result: DTypeLike | None = None,
 ) -> Float[Array, "rows out"] | tuple[Array, Array, Array]:
     """Implements `api.skinny_matmul`, rounded once, at the end."""
+    if isinstance(weight, FewBits):
+        x = x if weight.order is None else x[:, weight.order]
+        weight = weight.widened()
     total = jnp.einsum(
         "ri,oi->ro",
         x.astype(jnp.float32),
         weight.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    if scales is not None:
-        total *= scales.astype(jnp.float32)[None]
     if squares is not None:
         mean_square = jnp.sum(squares, axis=0) / x.shape[1]
         total *= jax.lax.rsqrt(mean_square + norm_eps)[:, None]

@@ -1,10 +1,15 @@
 """`skinny_matmul` in plain XLA: a library product and fused element-wise operations, for any number of rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.fixed_order import by_row_tiles
+from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits_product import product
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
@@ -17,21 +22,15 @@ def skinny_matmul(
 
     float32 inputs are multiplied at the highest precision: on NVIDIA GPUs the default would round them to TF32.
     """
-    weight, x, scales, bias, residual, squares, next_norm = arrays
+    weight, x, bias, residual, squares, next_norm = arrays
     wanted = x.dtype if options.result is None else jnp.dtype(options.result)
 
-    def multiply(rows: Float[Array, "rows inner"]) -> Float[Array, "rows weights"]:
-        return jax.lax.dot_general(
-            rows,
-            weight.astype(x.dtype),
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-            preferred_element_type=wanted if scales is None and squares is None else jnp.float32,
-        )
-
-    total = by_row_tiles(multiply, x)
-    if scales is not None:
-        total *= scales.astype(jnp.float32)[None]
+    summed = wanted if squares is None else jnp.dtype(jnp.float32)
+    total = (
+        product(weight, x)
+        if isinstance(weight, FewBits)
+        else by_row_tiles(partial(_multiply, weight, summed), x)
+    )
     if squares is not None:
         total *= inverse_root(squares, x.shape[1], options.norm_eps)
     total = total.astype(wanted)
@@ -41,6 +40,18 @@ def skinny_matmul(
         total = _activated(total, options)
     total = total if residual is None else total + residual.astype(wanted)
     return total if next_norm is None else weigh(total, next_norm[options.norm_row])
+
+
+def _multiply(
+    weight: Float[Array, "weights inner"], summed: DTypeLike, x: Float[Array, "rows inner"]
+) -> Float[Array, "rows weights"]:
+    return jax.lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=summed,
+    )
 
 
 def _activated(

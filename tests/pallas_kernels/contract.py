@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.formats.few_bits import FewBits
 
 # Every implementation signs the same contract; one that needs a GPU joins with that mark.
 ON_GPU = {"mosaic_gpu", "cudnn"}
@@ -64,7 +65,9 @@ def device(inputs):
 
 def compiled(op, inputs):
     """Runs an op as production does: arrays are traced, options are not."""
-    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    arrays = {
+        name: value for name, value in inputs.items() if isinstance(value, np.ndarray | FewBits)
+    }
     options = {name: value for name, value in inputs.items() if name not in arrays}
     return jax.jit(partial(op, **options))(**arrays)
 

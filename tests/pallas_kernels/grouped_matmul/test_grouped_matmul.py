@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from pallas_kernels.dispatch import asking, fallbacks
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from tests.pallas_kernels.contract import bits, call, compared, compiled, implementations
+from tests.pallas_kernels.few_bits import KINDS, drawn, exact
 from tests.tolerances import assert_output
 
 SMALL = {case.name: case for case in CASES if case.ci}
@@ -68,6 +70,35 @@ def test_any_sizes_that_add_up_are_right(ends):
     wanted = oracle(inputs | {"group_sizes": sizes})
     for run in ANY_RUN:
         assert_output(run(inputs["weight"], inputs["x"], sizes), wanted, "float32")
+
+
+@every_implementation
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_axis", [0, 1])
+def test_weights_in_few_bits_equal_the_same_weights_in_float64(implementation, kind, group_axis):
+    """Groups with and without rows."""
+    if implementation == "xla" and group_axis and kind != "int4 by 64, zeros":
+        pytest.skip("one kind shows that another axis counts the groups")
+    case = Case("", (3, 0, 21, 1), 384, 88, group_axis)
+    inputs = case.inputs(7)
+    weight = drawn(kind, inputs["weight"].shape[:2], 384)
+    result = call(grouped_matmul, refusal, inputs | {"weight": weight}, implementation)
+    assert_output(result, oracle(inputs | {"weight": exact(weight)}), "bfloat16")
+
+
+@pytest.mark.parametrize("run", [reference, xla], ids=["reference", "xla"])
+def test_each_group_may_have_an_order_of_columns(run):
+    """In float32, exact for hostile scales."""
+    rng = np.random.default_rng(1)
+    orders = np.stack([rng.permutation(384) for _ in range(3)]).astype(np.int32)
+    weight = drawn("int4 by 128, zeros", (3, 24), 384, 3, hostile=True)
+    inputs = Case("", (2, 0, 4), 384, 24).inputs(3, "float32")
+    x = np.take_along_axis(inputs["x"], orders[[0, 0, 2, 2, 2, 2]], axis=1)
+    wanted = oracle(inputs | {"weight": exact(weight), "x": x})
+    most = oracle(inputs | {"weight": np.abs(exact(weight)), "x": np.abs(x)})
+    op = grouped_matmul if run is xla else reference.grouped_matmul
+    found = compiled(op, inputs | {"weight": replace(weight, order=orders)})
+    assert np.all(np.abs(found - wanted) <= 1e-6 * most)
 
 
 @pytest.mark.gpu

@@ -5,13 +5,14 @@ import re
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import skinny_matmul
 from pallas_kernels.dispatch import asking, fallbacks
-from pallas_kernels.formats.eight_bit import LARGEST
+from pallas_kernels.formats import few_bits_product
 from pallas_kernels.skinny_matmul import mosaic_gpu, reference
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES
@@ -22,9 +23,11 @@ from tests.pallas_kernels.contract import (
     compared,
     compiled,
     device,
+    equations,
     implementations,
     refusals,
 )
+from tests.pallas_kernels.few_bits import KINDS, drawn, exact
 from tests.tolerances import assert_output
 
 SMALL = {case.name: case for case in CASES if case.ci}
@@ -36,10 +39,9 @@ def oracle(inputs):
     """The op in float64, in NumPy alone."""
     wide = {
         name: None if inputs.get(name) is None else np.asarray(inputs[name], np.float64)
-        for name in ("weight", "x", "scales", "bias", "residual")
+        for name in ("weight", "x", "bias", "residual")
     }
     total = wide["x"] @ wide["weight"].T
-    total = total if wide["scales"] is None else total * wide["scales"]
     total = total if wide["bias"] is None else total + wide["bias"]
     gates, *ups = np.split(total, 2, axis=1) if inputs["gated"] else [total]
     gates = gates * inputs["gate_multiplier"]
@@ -57,29 +59,57 @@ def oracle(inputs):
     return total if wide["residual"] is None else total + wide["residual"]
 
 
-def packed(case, stored, seed=7):
-    """A case's inputs with a weight of 8 bits: each row's largest number is the largest that is stored."""
+def in_few_bits(case, kind, seed=7, *, hostile=False):
+    """A case's inputs with a weight in few bits, and the same with that weight in float64."""
     inputs = case.inputs(seed)
-    wide = inputs["weight"].astype(np.float32)
-    scales = np.max(np.abs(wide), axis=1) / np.float32(LARGEST[stored])
-    whole = wide / scales[:, None]
-    whole = np.round(whole) if stored == "int8" else whole
-    return inputs | {"weight": whole.astype(stored), "scales": scales}
+    weight = drawn(kind, inputs["weight"].shape[:1], case.inner, seed, hostile)
+    return inputs | {"weight": weight}, inputs | {"weight": exact(weight)}
 
 
 @every_implementation
-@pytest.mark.parametrize("stored", sorted(LARGEST))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 16, 40])
-def test_weights_of_8_bits_are_multiplied_by_their_scales(implementation, stored, rows):
-    """One scale for each row of the weight, and equal bits for permuted rows."""
-    case = type(CASES[0])("", rows, 1024, 512, True, "silu", 1.0, True, True)
-    inputs = packed(case, stored)
+def test_weights_in_few_bits_equal_the_same_weights_in_float64(implementation, kind, rows):
+    """With gates and everything at the end, and equal bits for permuted rows."""
+    if implementation == "xla" and rows != 16:
+        pytest.skip("XLA has one way for all numbers of rows")
+    case = type(CASES[0])("", rows, 768, 256, True, "silu", 1.0, True, True)
+    inputs, wide = in_few_bits(case, kind)
     result = call(skinny_matmul, refusal, inputs, implementation)
-    assert_output(result, oracle(inputs), "bfloat16")
+    assert_output(result, oracle(wide), "bfloat16")
     order = np.random.default_rng(0).permutation(rows)
     moved = {name: inputs[name][order] for name in ("x", "residual")}
     permuted = call(skinny_matmul, refusal, inputs | moved, implementation)
     assert bits(permuted) == [bits(result)[row] for row in order]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_scales_and_any_order_of_columns_are_exact_in_float32(kind):
+    """Scales of 0, tiny, huge and powers of two, zero points of 0 and 15; a few rows are widened at a time."""
+    weight = drawn(kind, (88,), 384, 3, hostile=True)
+    order = np.random.default_rng(1).permutation(384).astype(np.int32)
+    x = np.random.default_rng(2).normal(size=(3, 384)).astype(np.float32)
+    wanted = x[:, order].astype(np.float64) @ exact(weight).T
+    most = np.abs(x[:, order]) @ np.abs(exact(weight)).T
+    weight = replace(weight, order=order)
+    found = compiled(skinny_matmul, {"weight": weight, "x": x, "implementation": "xla"})
+    assert np.all(np.abs(found - wanted) <= 1e-6 * most)
+    found = compiled(reference.skinny_matmul, {"weight": weight, "x": x})
+    assert np.all(np.abs(found - wanted) <= 1e-6 * most)
+
+
+def test_a_weight_in_few_bits_is_widened_a_few_rows_at_a_time():
+    """Also where the rows are no multiple of those; no array of the whole weight's size."""
+    weight = jax.tree.map(jnp.asarray, drawn("int4 by 128, zeros", (88,), 384))
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(3, 384)), jnp.float32)
+    tiled = jax.jit(partial(few_bits_product.product, most_widened=20 * 384))
+    assert_output(tiled(weight, x), np.asarray(x, np.float64) @ exact(weight).T, "float32")
+    shapes = [
+        variable.aval.shape
+        for equation in equations(jax.make_jaxpr(tiled)(weight, x).jaxpr)
+        for variable in equation.outvars
+    ]
+    assert max(math.prod(shape) for shape in shapes) <= 20 * 384
 
 
 refusal = refusals(mosaic_gpu=by_name(mosaic_gpu.why_not, MatmulArrays, MatmulOptions))
@@ -182,6 +212,11 @@ def test_the_kernel_says_what_it_cannot_take(name, message):
         by_name(mosaic_gpu.skinny_matmul, MatmulArrays, MatmulOptions)(**inputs)
 
 
+def _few(**change):
+    """Returns a weight in few bits for the case of wrong arguments, with some parts of it replaced."""
+    return replace(drawn("int4 by 128", (128,), 256), **change)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -191,8 +226,14 @@ def test_the_kernel_says_what_it_cannot_take(name, message):
         ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2"),
         ({"gated": True}, "residual must have shape [1, 64]"),
         ({"x": np.zeros((1, 256), np.float16)}, "weight and x must share one dtype"),
-        ({"weight": np.zeros((128, 256), np.int8)}, "int8 without scales"),
-        ({"scales": np.zeros(128, np.float32)}, "float32 with scales"),
+        ({"weight": np.zeros((128, 256), np.int8)}, "share one dtype, got int8 and float32"),
+        ({"weight": _few(code="int3")}, "weight.code must be one of float8_e4m3fn, int8, int4"),
+        ({"weight": _few(codes=np.zeros((128, 256), np.int8))}, "of int4 must be uint8, got int8"),
+        ({"weight": _few(scales=np.ones((128, 3), np.float32))}, "got 3 for 256 columns"),
+        ({"weight": _few(scales=np.ones((64, 2), np.float32))}, "must have shape [128, 2]"),
+        ({"weight": _few(zeros=np.ones((128, 2), np.int8))}, "zeros must be uint8"),
+        ({"weight": _few(zeros=np.ones((128, 4), np.uint8))}, "must have shape [128, 2]"),
+        ({"weight": _few(order=np.arange(128, dtype=np.int32))}, "int32 with 256 columns"),
         ({"x": np.zeros((1, 256), np.int32)}, "x must have a floating dtype, got int32"),
     ],
 )
