@@ -71,7 +71,8 @@ class PageAllocator:
     """Allocates pages and states to all sequences in flight.
 
     A sequence begins with `open`, `adopt` or `fork`. Each step calls `reserve` and `commit`. `release` ends it.
-    `free_out_of_window` frees pages that its windows have passed while it runs, `truncate` takes tokens back.
+    `free_out_of_window` frees pages that its windows have passed while it runs. `take_back` and `truncate` take tokens
+    back, with their pages kept or released.
     A prefix owner may hold pages after the sequences that filled them have ended; `reserve` reclaims them when needed.
     Each method acts on all groups, or raises and changes nothing.
 
@@ -239,6 +240,27 @@ class PageAllocator:
                 self.commit(seq, count)
             else:
                 held.computed = count
+
+    def take_back(self, seq: int, num_tokens: int) -> None:
+        """Counts the tokens from `num_tokens` on as not computed: rejected drafts. Their pages stay, see `truncate`.
+
+        The next step of the sequence writes other tokens into their slots. No in-flight step may write the sequence.
+
+        Raises:
+            ValueError: fewer tokens are computed, the sequence has a recurrent state, which cannot be taken back, or it
+                has freed pages that the window before the next token needs.
+        """
+        held = self._find(seq)
+        if not 0 <= num_tokens <= held.computed:
+            raise ValueError(
+                f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to keep; keep 0 to all of them"
+            )
+        if self._groups.recurrent or held.lacks(num_tokens):
+            raise ValueError(
+                f"sequence {seq} cannot go back from {held.computed} to {num_tokens} tokens: it has a recurrent state, "
+                f"or has freed pages that it would need; compute it again from its beginning"
+            )
+        held.take_back(num_tokens)
 
     def commit_states(self, seq: int) -> None:
         """Records that a step without tokens of a sequence wrote its states, as padding does in models of torch."""

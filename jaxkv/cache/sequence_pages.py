@@ -232,6 +232,13 @@ class SequencePages:
             if first_page(group, num_tokens) < self.unneeded[group.name]
         ]
 
+    def take_back(self, num_tokens: int) -> None:
+        """Ends the computed tokens at `num_tokens`; the pages past it stay, and stay writable unless one is shared."""
+        self.computed = num_tokens
+        paged = [group for group in self._groups.groups if group.unit == "page"]
+        if any(self.shared_positions(group, self.writable) for group in paged):
+            self.writable = num_tokens
+
     def truncate(self, num_tokens: int) -> None:
         """Ends all ranges at `num_tokens` and releases the pages past it; the sequence must lack no page (`lacks`)."""
         for group in self._groups.groups:

@@ -9,6 +9,7 @@ from jaxkv.config.checkpoint_policy import CheckpointPolicy
 from jaxkv.config.checks import as_float, as_int, check_fields
 from jaxkv.config.lora import LoraConfig
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.speculation import SpeculationConfig, speculation_of
 from jaxkv.config.vllm_names import ALIASES, accepts_vllm_names, unknown_option
 
 
@@ -35,6 +36,8 @@ class EngineConfig:
             number of greedy requests of a small full-attention model on a GPU that was measured to wait for the host.
             Requests with `min_tokens` or `structured_outputs`, and models with checkpoints of recurrent states, run one
             step per launch.
+        speculation: drafts of the next tokens, which decode steps verify; no token changes. `None` for none. Not for
+            models with recurrent layers or whole prompts, nor with `pinned_shapes`.
         checkpoints: the lengths at which sequences make checkpoints of recurrent states;
             `CacheConfig.checkpoint_bytes` limits their number.
         most_rebuilds, rebuild_seconds: the engine rebuilds a lost cache and recomputes all requests, up to
@@ -53,6 +56,7 @@ class EngineConfig:
     batch_invariant: bool = False
     overlap: bool = True
     steps_per_launch: int | None = None
+    speculation: SpeculationConfig | None = None
     checkpoints: CheckpointPolicy = CheckpointPolicy()
     most_rebuilds: int = 3
     rebuild_seconds: float = 300.0
@@ -75,6 +79,12 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
+        object.__setattr__(self, "speculation", speculation_of(self.speculation))
+        if self.speculation is not None and self.pinned_shapes:
+            raise ValueError(
+                "pinned_shapes and speculation exclude one another, because steps that verify drafts are programs of "
+                "their own; use batch_invariant"
+            )
         if not isinstance(self.checkpoints, CheckpointPolicy):
             raise ValueError(f"checkpoints must be a CheckpointPolicy, got {self.checkpoints!r}")
 
@@ -120,6 +130,7 @@ def _spellings(names: Iterable[str]) -> dict[str, str]:
         ("cache=", CacheConfig),
         ("engine=", EngineConfig),
         ("lora=", LoraConfig),
+        ("speculation=", SpeculationConfig),
         ("", SamplingParams),
     )
     for before, kind in kinds:

@@ -14,6 +14,7 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.in_flight import InFlightStep, requested_logprobs
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.routed_experts import RoutedExperts
+from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.sampled_rows import SampledRows
@@ -42,6 +43,7 @@ class Collector:
         clock: returns seconds.
         state_checkpoints: keeps state checkpoints of recurrent layers; `None` if the engine keeps none.
         experts: reads the experts that were chosen for a request's tokens; `None` if the cache keeps none.
+        speculation: counts accepted drafts; `None` if there are no drafts.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Collector:
         clock: Callable[[], float],
         state_checkpoints: StateCheckpoints | None = None,
         experts: RoutedExperts | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._allocator = allocator
         self._prefix = prefix
         self._state_checkpoints = state_checkpoints
         self._experts = experts
+        self._speculation = speculation
         self._page_sizes = page_sizes
         self._clock = clock
 
@@ -68,7 +72,7 @@ class Collector:
 
         Args:
             step: the program that was read, of one or several steps.
-            sampled: the sampled rows of each of its steps.
+            sampled: the sampled rows of each of its steps, or of each position of drafts.
 
         Raises:
             CachePoisoned: a copy for a state checkpoint failed and lost the cache.
@@ -76,10 +80,11 @@ class Collector:
         ended: list[Ended] = []
         now, reports = self._clock(), step.shape.features.logprobs is not None
         steps = [_StepTokens(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in sampled]
-        _, tokens, finite = steps[0]
+        rows, tokens, finite = steps[0]
+        accepted = rows.accepted
         has_windows, plain = self._allocator.has_windows, len(steps) == 1 and not reports
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
-            sequence, start, count, emits, _ = part
+            sequence, start, count, emits, _, drafts = part
             if sequence.epoch != epoch:
                 if self._state_checkpoints is not None:
                     self._state_checkpoints.confirm(sequence, finite=finite[index])
@@ -89,6 +94,8 @@ class Collector:
                 sequence.tainted = True
             if emits:
                 sequence.pending -= emits
+                if drafts:
+                    emits = 1 + self._take_back(sequence, drafts, int(accepted[index]))
                 sequence.note_weight_version(step.weight_version)
                 try:
                     if not plain:
@@ -120,6 +127,14 @@ class Collector:
                 # Last, because the prefix index and the checkpoints above take references to these pages.
                 self._allocator.free_out_of_window(sequence.number, sequence.collected)
         return ended
+
+    def _take_back(self, sequence: RequestState, drafts: Sequence[int], accepted: int) -> int:
+        """Takes back the tokens of a row whose drafts were not accepted; returns the number of accepted drafts."""
+        sequence.collected -= len(drafts) - accepted
+        self._allocator.take_back(sequence.number, sequence.collected)
+        if self._speculation is not None:
+            self._speculation.note(len(drafts), accepted)
+        return accepted
 
     def _read_experts(self, sequence: RequestState) -> Exception | None:
         """Reads the experts of a request that has ended, if the cache keeps them; returns the error if that fails."""

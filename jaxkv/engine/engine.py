@@ -28,6 +28,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.routed_experts import open_experts
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.speculation.open_speculation import open_speculation
 from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoints
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.token_masks import update_masks
@@ -70,6 +71,7 @@ class Engine:
         recoveries: number of lost caches that were replaced.
         asleep: whether `sleep` has given the cache's memory back.
         adapters: the low-rank adapters that requests may name.
+        speculation: drafts tokens that decode steps verify; `None` for none.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Engine:
             whole=whole,
             refusal=runner.refusal,
         )
+        self.speculation = open_speculation(runner.model, layout, self.shapes, config.speculation)
         steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
         self.multi_step = MultiStep(runner, self.shapes, self.oom_backoff, steps)
         page_sizes = {group.page_size for group in layout.paged_groups}
@@ -117,6 +120,7 @@ class Engine:
             chunk_size=layout.chunk_size,
             most_steps=self.multi_step.most,
             prefetch=None if self.host is None else self.host.prefetch,
+            speculation=self.speculation,
         )
         state_checkpoints = StateCheckpoints(self.prefix, sequence_runner) if checkpoints else None
         self._finisher = Finisher(self.scheduler, self.prefix, clock)
@@ -131,7 +135,13 @@ class Engine:
         )
         self.experts = open_experts(sequence_runner)
         self._collector = Collector(
-            allocator, self.prefix, page_sizes, clock, state_checkpoints, self.experts
+            allocator,
+            self.prefix,
+            page_sizes,
+            clock,
+            state_checkpoints,
+            self.experts,
+            self.speculation,
         )
         self._tokenizer = tokenizer
         self._clock = clock
@@ -335,7 +345,7 @@ class Engine:
             self.refuse_if_asleep()
             self.refresh()
             progressed = self._dispatch_next()
-            ahead = 1 if self.config.overlap and progressed else 0
+            ahead = 1 if progressed and self._may_overlap() else 0
             while self._pipeline.num_in_flight > ahead:
                 self._collect()
                 progressed = True
@@ -421,6 +431,13 @@ class Engine:
                 self._recover(error)
             self._finisher.fail_or_isolate([part.sequence for part in plan.parts], error)
         return True
+
+    def _may_overlap(self) -> bool:
+        """Whether the next step may be planned before the last one is read: drafts need every token on the host."""
+        if self.speculation is None or not self.config.overlap:
+            return self.config.overlap
+        drafts_next = self.speculation.is_active(self.scheduler.running)
+        return not (drafts_next or self._pipeline.is_verifying)
 
     def _advance_swap_ins(self, *, wait: bool = False) -> bool:
         """Advances the swap-ins in progress; returns False if there are none."""
@@ -533,6 +550,7 @@ def _step_shapes(
         grain=grain_of(runner.implementation.name),
         checkpoints=checkpoints,
         lora=runner.adapters is not None,
+        drafts=0 if config.speculation is None else config.speculation.tokens,
     )
 
 

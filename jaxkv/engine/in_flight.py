@@ -48,8 +48,8 @@ class InFlightStep:
         return self.out.is_ready()  # pyright: ignore[reportAttributeAccessIssue] - JAX does not declare it
 
     def unpack(self, packed: np.ndarray) -> list[SampledRows]:
-        """Returns the sampled tokens of each of its steps; `packed` is `out` on the host."""
-        several = packed if self.shape.steps > 1 else packed[None]
+        """Returns the sampled tokens of each of its steps, or positions of drafts; `packed` is `out` on the host."""
+        several = packed if self.shape.steps > 1 or self.shape.drafts else packed[None]
         return [unpack_sampled(one, self.shape.features) for one in several]
 
 
@@ -69,7 +69,7 @@ def step_rows_of(
     if shape.steps > 1:
         left = [part.count for part in parts]
         parts = [first_step(part) for part in parts]
-    sequences, starts, counts, emits, carry = columns_of(parts)
+    sequences, starts, counts, emits, carry, drafts = columns_of(parts)
     generated: list[int] = []
     if shape.features.min_tokens:
         generated = [sequence.generated + sequence.pending for sequence in sequences]
@@ -93,15 +93,19 @@ def step_rows_of(
         left=left,
         masks=masks,
         given=given,
+        drafts=[len(one) for one in drafts] if shape.drafts else (),
     )
 
 
 def _new_tokens(parts: Sequence[Part]) -> list[int]:
     """Returns the new token ids of all parts, one after the other."""
     tokens: list[int] = []
-    for sequence, start, count, _, carry in parts:
+    for sequence, start, count, _, carry, drafts in parts:
         if carry:
             tokens.append(0)
+        elif drafts:
+            tokens.append(sequence.tokens[start])
+            tokens += drafts
         elif count == 1:
             tokens.append(sequence.tokens[start])
         else:

@@ -88,14 +88,17 @@ class MultiStep:
         must_be_compiled = self._automatic or self._runner.programs.is_closed
         if must_be_compiled and not self._runner.has(needed):
             return None
-        avoided = needed in self._sent_singly or self._oom_backoff.avoids(needed)
-        return None if avoided else needed
+        return None if self.avoids(needed) else needed
+
+    def avoids(self, shape: StepSpec) -> bool:
+        """Whether steps of this shape are sent with one token per row, because its program failed."""
+        return shape in self._sent_singly or self._oom_backoff.avoids(shape)
 
     def send_singly(self, shape: StepSpec, error: Exception) -> None:
-        """Sends steps of this shape one by one from now on, after its program failed with another error than OOM."""
+        """Sends such steps with one token per row from now on, after the program failed with another error than OOM."""
         _LOG.warning(
-            "a program of %d decode steps failed; such steps are sent one by one from now on: %r",
-            shape.steps,
+            "the program %s failed; such steps are sent with one token per row from now on: %r",
+            shape.name,
             error,
         )
         self._sent_singly.add(shape)

@@ -25,7 +25,7 @@ ORDER = attrgetter("order")
 """Sort key: lower priority number first, then earlier arrival."""
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
+@dataclass(eq=False, kw_only=True, slots=True, weakref_slot=True)
 class RequestState:
     """The state of one request.
 

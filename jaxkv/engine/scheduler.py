@@ -12,10 +12,12 @@ from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
 from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_queues import RequestQueues
 from jaxkv.engine.request_state import FINISHED, RUNNING, RequestState
+from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.engine.step_plan import (
     Part,
     StepPlan,
     align,
+    drafted,
     extended,
     next_decode_part,
     part_of,
@@ -43,6 +45,7 @@ class Scheduler:
         chunk_size: prefill chunks end at its multiples: the chunk size of recurrent layers.
         most_steps: decode steps that are planned at once while all requests generate and pages are free.
         prefetch: swaps prefixes in from the host; `None` without a host tier.
+        speculation: drafts tokens that decode steps verify; `None` for none.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Scheduler:
         chunk_size: int = 1,
         most_steps: int = 1,
         prefetch: HostPrefetch | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         if token_budget < max_rows:
             raise ValueError(
@@ -69,6 +73,7 @@ class Scheduler:
         """The error of a reservation that failed in the last plan; `None` if none did."""
         self._queues = RequestQueues()
         self._prefetch = prefetch
+        self._speculation = speculation
         self._allocator = allocator
         self._parallel_samples = ParallelSamples(allocator, self._queues)
         self._prefix = None if whole_prompts else prefix
@@ -158,7 +163,9 @@ class Scheduler:
         wanted += [(sequence, 0) for sequence in self._sample_only]
         parts = rows + [part_of(sequence, count) for sequence, count in wanted]
         steps = 1
-        if self.most_steps > 1 and not (forced or self.waiting) and self._reserve_steps(parts):
+        has_drafts = self._speculation is not None and not forced and self._draft(parts)
+        may_burst = self.most_steps > 1 and not (has_drafts or forced or self.waiting)
+        if may_burst and self._reserve_steps(parts):
             steps = self.most_steps
             parts = [extended(part, steps) for part in parts]
         return StepPlan(
@@ -172,30 +179,44 @@ class Scheduler:
     def dispatched(self, parts: Iterable[Part]) -> None:
         """Records that a step of these parts was dispatched; their tokens count as computed from now on."""
         ends: list[tuple[int, int]] = []
-        for sequence, start, count, emits, _ in parts:
+        for sequence, start, count, emits, *_ in parts:
             sequence.pending += emits
             ends.append((sequence.number, start + count))
         self._allocator.commit_all(ends)
+
+    def _draft(self, parts: list[Part]) -> bool:
+        """Adds drafts to the decode parts of a step without prompts, as far as pages are free; returns whether any."""
+        assert self._speculation is not None
+        if any(part.count != 1 or not part.emits for part in parts):
+            return False
+        for index, drafts in enumerate(self._speculation.draft(parts)):
+            sequence, start = parts[index].sequence, parts[index].start
+            if drafts and not self._reserve_ahead(sequence, start + 1 + len(drafts)):
+                drafts = drafts[: max(0, sequence.writable - start - 1)]
+            if drafts:
+                parts[index] = drafted(parts[index], drafts)
+        return any(part.drafts for part in parts)
 
     def _reserve_steps(self, parts: list[Part]) -> bool:
         """Reserves pages for several decode steps; returns False if a part is no decode step or pages run out."""
         if any(part.count != 1 or not part.emits for part in parts):
             return False
-        for part in parts:
-            sequence, needed = part.sequence, part.start + extended(part, self.most_steps).count
-            if needed <= sequence.writable:
-                continue
-            rounded = min(-(-needed // self._page_size) * self._page_size, sequence.longest - 1)
-            if self._stride is not None:
-                rounded = min(rounded, sequence.computed + self._stride)
-            if rounded < needed or not self._reserve_without_preempting(sequence, rounded):
-                return False
-        return True
+        return all(
+            self._reserve_ahead(part.sequence, part.start + extended(part, self.most_steps).count)
+            for part in parts
+        )
 
-    def _reserve_without_preempting(self, sequence: RequestState, num_tokens: int) -> bool:
-        """Reserves pages for a request's first `num_tokens` tokens if enough are free; preempts no request."""
+    def _reserve_ahead(self, sequence: RequestState, needed: int) -> bool:
+        """Reserves whole pages for a request's first `needed` tokens if enough are free; preempts no request."""
+        if needed <= sequence.writable:
+            return True
+        rounded = min(-(-needed // self._page_size) * self._page_size, sequence.longest - 1)
+        if self._stride is not None:
+            rounded = min(rounded, sequence.computed + self._stride)
+        if rounded < needed:
+            return False
         try:
-            reservation = self._allocator.reserve(sequence.number, num_tokens)
+            reservation = self._allocator.reserve(sequence.number, rounded)
         except (OutOfPages, OutOfStates):
             return False
         self._record(sequence, reservation)

@@ -49,7 +49,7 @@ class StateCheckpoints:
         taken: list[PendingCheckpoint] = []
         if self._prefix is None:
             return ()
-        for row, (sequence, start, count, _, _) in enumerate(parts):
+        for row, (sequence, start, count, *_) in enumerate(parts):
             keys = sequence.keys
             places = keys.places if keys is not None else ()
             for place in places:

@@ -70,6 +70,11 @@ class StepPipeline:
         """Programs that were sent and are not received yet."""
         return len(self._in_flight)
 
+    @property
+    def is_verifying(self) -> bool:
+        """Whether a step in flight verifies drafts, so that the lengths of its requests are not known yet."""
+        return any(step.shape.drafts for step in self._in_flight)
+
     def receive(self) -> tuple[InFlightStep, list[SampledRows]]:
         """Waits for the oldest program in flight, and returns it with the sampled tokens of each of its steps.
 
@@ -108,7 +113,7 @@ class StepPipeline:
 
     def shape(self, parts: Sequence[Part]) -> StepSpec:
         """Returns the spec of the program that runs one step of these parts."""
-        sequences, starts, counts, _, _ = columns_of(parts)
+        sequences, starts, counts, *_ = columns_of(parts)
         needed = self._shapes.choose(
             len(parts),
             sum(counts),
@@ -124,14 +129,19 @@ class StepPipeline:
         return fitting
 
     def _dispatch(self, planned: Sequence[Part], steps: int) -> None:
-        """Sends the parts as several steps in one program, as one step, or as the largest step that is not avoided.
+        """Sends the parts as one program of several tokens per row, as one step, or as the largest step not avoided.
 
         Parts that are left out run in the next step. A request for which even the smallest step is avoided fails.
         """
-        shape = self._multi_step.shape(planned) if steps > 1 else None
+        several = any(part.drafts for part in planned)
+        if several:
+            shape = self._verify_shape(planned)
+        else:
+            several = steps > 1
+            shape = self._multi_step.shape(planned) if several else None
         if shape is not None and self._send_several(planned, shape):
             return
-        if steps > 1:
+        if several:
             planned = [first_step(part) for part in planned]
         parts, shape = self._oom_backoff.cut(planned, self.shape)
         if len(parts) < len(planned):
@@ -147,8 +157,22 @@ class StepPipeline:
             if len(self._in_flight) > 1 and self._in_flight[-2].shape == shape:
                 self._multi_step.record(shape, idle=self._in_flight[-2].is_done)
 
+    def _verify_shape(self, parts: Sequence[Part]) -> StepSpec | None:
+        """Returns the program that verifies the drafts of these parts; `None` to send them without drafts."""
+        sequences = columns_of(parts).sequences
+        needed = self._runner.fit(
+            self._shapes.verify(
+                len(parts),
+                union([sequence.features for sequence in sequences]),
+                total_tokens=max([sequence.reserved for sequence in sequences]),
+            )
+        )
+        if self._runner.programs.is_closed and not self._runner.has(needed):
+            return None
+        return None if self._multi_step.avoids(needed) else needed
+
     def _send_several(self, parts: Sequence[Part], shape: StepSpec) -> bool:
-        """Sends several steps as one program; returns False if that failed and the steps must be sent one by one."""
+        """Sends several tokens per row in one program; returns False if that failed and one each must be sent."""
         try:
             self._send_or_record(parts, shape)
         except STEP_FAILURES as error:

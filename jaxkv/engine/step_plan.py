@@ -17,8 +17,9 @@ class Part(NamedTuple):
             only samples the next one. In a plan of several decode steps it is the number of steps that the request
             takes part in.
         emits: sampled tokens that count: 1 for a decode step or a last prefill chunk, 0 for any other chunk. In a plan
-            of several steps it equals `count`.
+            of several steps it equals `count`; with drafts too, although those that are not accepted count for nothing.
         carry: its new token was sampled by the step before and is read on the device, not from the host.
+        drafts: drafted tokens behind its new token, which are among its `count` tokens. It emits 1 to `count` tokens.
     """
 
     sequence: RequestState
@@ -26,6 +27,7 @@ class Part(NamedTuple):
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] - hides `tuple.count`, which is not used
     emits: int
     carry: bool
+    drafts: tuple[int, ...] = ()
 
 
 class PartColumns(NamedTuple):
@@ -36,6 +38,7 @@ class PartColumns(NamedTuple):
     counts: tuple[int, ...]
     emits: tuple[int, ...]
     carry: tuple[bool, ...]
+    drafts: tuple[tuple[int, ...], ...]
 
 
 def columns_of(parts: Sequence[Part]) -> PartColumns:
@@ -76,7 +79,7 @@ def part_of(sequence: RequestState, count: int) -> Part:
     stop = start + count
     assert stop <= pages.reserved, "the scheduler reserves pages before it plans tokens"
     emits = stop == known + sequence.pending and not sequence.other_samples
-    return _new_tuple(Part, (sequence, start, count, int(emits), count > 0 and start >= known))
+    return _new_tuple(Part, (sequence, start, count, int(emits), count > 0 and start >= known, ()))
 
 
 def next_decode_part(sequence: RequestState) -> Part | None:
@@ -91,7 +94,7 @@ def next_decode_part(sequence: RequestState) -> Part | None:
     stop = start + 1
     if stop != known + sequence.pending or stop >= sequence.longest or stop > pages.writable:
         return None
-    return _new_tuple(Part, (sequence, start, 1, 1, start >= known))
+    return _new_tuple(Part, (sequence, start, 1, 1, start >= known, ()))
 
 
 _new_tuple = tuple.__new__
@@ -105,9 +108,14 @@ def extended(part: Part, steps: int) -> Part:
     return part._replace(count=left, emits=left)
 
 
+def drafted(part: Part, drafts: tuple[int, ...]) -> Part:
+    """Returns a decode part that verifies drafts behind its new token."""
+    return part._replace(count=1 + len(drafts), emits=1 + len(drafts), drafts=drafts)
+
+
 def first_step(part: Part) -> Part:
-    """Returns the first step of a part of several steps."""
-    return part._replace(count=1, emits=1)
+    """Returns the first step of a part of several steps, or a part without its drafts."""
+    return part._replace(count=1, emits=1, drafts=())
 
 
 def trim(wanted: list[tuple[RequestState, int]], excess: int) -> None:

@@ -62,6 +62,8 @@ def int_fields(
     ]
     if shape.steps > 1:
         fields.append(Field("left", rows))
+    if shape.drafts:
+        fields.append(Field("drafts", rows))
     for group, width in zip(layout.paged_groups, shape.table_widths, strict=True):
         num_slots = counts[group.name] * group.page_size
         fields.append(Field(f"{group.name}.page_table", (shape.rows, width)))
@@ -79,7 +81,8 @@ def int_fields(
             kept = (shape.pending_checkpoints,)
             fields.append(Field(f"{group.name}.snapshot_states", kept, num_states, counted=True))
     if shape.features.min_tokens:
-        fields.append(Field("block_stop", rows))
+        each_position = (shape.rows, shape.drafts + 1) if shape.drafts else rows
+        fields.append(Field("block_stop", each_position))
     if shape.features.grammar:
         fields.append(Field("token_mask", (shape.rows, num_words(vocab_size)), -1))
     if shape.features.logprobs is not None:
@@ -181,6 +184,10 @@ class PackedLayout:
     def left(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
         """Returns how many of the program's steps each row takes part in, inside the trace of several steps."""
         return self.arrangements(shape)[0].split(ints)["left"]
+
+    def drafts(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
+        """Returns how many of each row's last tokens are drafts, inside the trace of a step that verifies them."""
+        return self.arrangements(shape)[0].split(ints)["drafts"]
 
     def unpack(
         self,

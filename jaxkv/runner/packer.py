@@ -77,6 +77,8 @@ class Packer:
         if shape.steps > 1:
             fields["left"][:count] = rows.left
             last_lens = seq_lens + _ints(rows.left) - 1
+        if shape.drafts:
+            fields["drafts"][:count] = rows.drafts
         for group in self._paged:
             self._fill_pages(group, fields, rows, starts, entries, owner, positions, last_lens)
         self._fill_states(fields, rows, allocator, bounds)
@@ -110,10 +112,24 @@ class Packer:
                 f"a program of {shape.steps} steps needs rows that take part in 1 to {shape.steps} of them, "
                 f"got {rows.left} for {len(lens)} rows"
             )
+        if any(rows.drafts) or shape.drafts:
+            self._check_drafts(shape, rows)
         if len(rows.pending_checkpoints) > shape.pending_checkpoints:
             raise ValueError(
                 f"a step with {len(rows.pending_checkpoints)} pending checkpoints does not fit a program of "
                 f"{shape.pending_checkpoints}; make fewer, or choose a larger program"
+            )
+
+    def _check_drafts(self, shape: StepSpec, rows: StepRows) -> None:
+        """Raises `ValueError` if the program does not verify the rows' drafts."""
+        fits = len(rows.drafts) == len(rows.lens) and all(
+            0 <= drafts <= min(shape.drafts, length - 1)
+            for drafts, length in zip(rows.drafts, rows.lens, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"a program that verifies {shape.drafts} drafts needs rows with up to that many, behind one token "
+                f"each, got {rows.drafts} drafts in rows of {rows.lens} tokens"
             )
 
     def _check_values(self, tokens: np.ndarray, starts: np.ndarray) -> None:
@@ -230,7 +246,12 @@ class Packer:
                 fields[name][:count] = values[entries]
         if "block_stop" in fields:
             least = [choice.params.min_tokens for choice in rows.sampling]
-            fields["block_stop"][:count] = np.less(rows.generated, least)
+            target = fields["block_stop"]
+            if target.ndim == 1:
+                target[:count] = np.less(rows.generated, least)
+            else:
+                ahead = np.arange(target.shape[1])
+                target[:count] = np.less.outer(ahead, np.subtract(least, rows.generated)).T
         if "token_mask" in fields:
             target = fields["token_mask"].view(np.uint32)
             for row, mask in enumerate(rows.masks):

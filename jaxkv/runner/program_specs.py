@@ -21,11 +21,12 @@ from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec, Size
 from jaxkv.runner.buckets import LOOSE_TOKENS
-from jaxkv.runner.sampled_rows import pack_sampled
+from jaxkv.runner.sampled_rows import pack_sampled, pack_verified
 from jaxkv.sampling.features import Features
 from jaxkv.step.multi_step import decode_steps
 from jaxkv.step.score import TokenScores, score_tokens
 from jaxkv.step.step import step
+from jaxkv.step.verify import verify_step
 
 _SPARE_ROWS = 8
 """A compiled program with up to this many times the rows is used instead of compiling a new one."""
@@ -45,6 +46,10 @@ class StepFields(Protocol):
 
     def left(self, shape: "StepSpec", ints: Array, /) -> Array:
         """Returns how many of the program's steps each row takes part in, inside a trace."""
+        ...
+
+    def drafts(self, shape: "StepSpec", ints: Array, /) -> Array:
+        """Returns how many of each row's last tokens are drafts, inside a trace."""
         ...
 
 
@@ -90,7 +95,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class StepSpec(ProgramSpec["Runner"]):
-    """A program that runs one step, or several decode steps: its padded sizes and its features.
+    """A program that runs one step, several decode steps, or one that verifies drafts: its sizes and features.
 
     Attributes:
         tokens, rows: most new tokens and most sequences.
@@ -101,6 +106,7 @@ class StepSpec(ProgramSpec["Runner"]):
         fresh: True if all rows begin at their first token, so that no pages are read; used if `CacheLayout.expands` is
             not 0.
         steps: decode steps that it runs in sequence.
+        drafts: most drafts of a row that it verifies; 0 for a program that verifies none.
     """
 
     tokens: int
@@ -111,10 +117,13 @@ class StepSpec(ProgramSpec["Runner"]):
     pending_checkpoints: int = 0
     fresh: bool = False
     steps: int = 1
+    drafts: int = 0
 
     @property
     def kind(self) -> str:
-        """Either "decode" or "prefill"."""
+        """One of "decode", "prefill" and "verify"."""
+        if self.drafts:
+            return "verify"
         return "decode" if self.decode else "prefill"
 
     @property
@@ -122,6 +131,7 @@ class StepSpec(ProgramSpec["Runner"]):
         """Kind, tokens, rows, and pages of the widest table."""
         sizes = f"{self.tokens}x{self.rows}x{max(self.table_widths, default=0)}"
         several = f"_{self.steps}_steps" if self.steps > 1 else ""
+        several += f"_{self.drafts}_drafts" if self.drafts else ""
         return f"{'fresh_' * self.fresh}{self.kind}_{sizes}{several}"
 
     def sizes(self) -> dict[str, Size]:
@@ -133,6 +143,7 @@ class StepSpec(ProgramSpec["Runner"]):
             "pending_checkpoints": self.pending_checkpoints or None,
             "fresh": self.fresh,
             "steps": self.steps if self.steps > 1 else None,
+            "drafts": self.drafts or None,
         }
 
     def serves(self, needed: ProgramSpec) -> bool:
@@ -144,6 +155,7 @@ class StepSpec(ProgramSpec["Runner"]):
             and self.rows >= needed.rows
             and self.pending_checkpoints >= needed.pending_checkpoints
             and self.steps == needed.steps
+            and self.drafts == needed.drafts
             # A program that reads pages can also run fresh rows, but not the other way round.
             and (needed.fresh or not self.fresh)
             and len(self.table_widths) == len(needed.table_widths)
@@ -175,6 +187,10 @@ class StepSpec(ProgramSpec["Runner"]):
         def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
             batch = packed_layout.unpack(self, *packed)
             params = _adapted(params, batch)
+            if self.drafts:
+                drafts = packed_layout.drafts(self, packed[0])
+                cache, verified = verify_step(model, params, cache, batch, drafts, most=self.drafts)
+                return cache, pack_verified(verified)
             if self.steps == 1:
                 cache, sampled = step(model, params, cache, batch)
                 return cache, pack_sampled(sampled)

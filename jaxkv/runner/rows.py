@@ -70,6 +70,7 @@ class StepRows(NamedTuple):
             grammar. May be empty if no row has one.
         given: the tokens that each row takes in the program's steps in place of sampled ones, which a program with
             log-probabilities reads; an empty one for a row that samples. May be empty if all rows sample.
+        drafts: how many of each row's last tokens are drafts to verify; empty for programs that verify none.
     """
 
     sequences: Sequence[int]
@@ -84,6 +85,7 @@ class StepRows(NamedTuple):
     left: Sequence[int] = ()
     masks: Sequence[np.ndarray | None] = ()
     given: Sequence[Sequence[int]] = ()
+    drafts: Sequence[int] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "StepRows":

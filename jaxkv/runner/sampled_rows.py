@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Int
 
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import Sampled
+from jaxkv.step.verify import Verified
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class SampledRows:
         finite: whether the row's logits were finite.
         logprob: log-probability of the sampled token; empty unless requested.
         top_ids, top_logprobs: the most likely tokens and their log-probabilities; empty unless requested.
+        accepted: number of accepted drafts per row; empty unless the step verifies drafts.
     """
 
     tokens: np.ndarray
@@ -27,6 +30,7 @@ class SampledRows:
     logprob: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    accepted: np.ndarray
 
 
 def pack_sampled(sampled: Sampled) -> Int[Array, "rows columns"]:
@@ -41,12 +45,28 @@ def pack_sampled(sampled: Sampled) -> Int[Array, "rows columns"]:
     return jnp.concatenate(columns, axis=1)
 
 
+def pack_verified(verified: Verified) -> Int[Array, "positions rows columns"]:
+    """Packs the tokens of each position as `pack_sampled` does, with the accepted drafts as one column more."""
+    packed = jax.vmap(pack_sampled)(verified.sampled)
+    accepted = jnp.broadcast_to(verified.accepted[None, :, None], (*packed.shape[:2], 1))
+    return jnp.concatenate([packed, accepted], axis=2)
+
+
 def unpack_sampled(packed: np.ndarray, features: Features) -> SampledRows:
-    """Returns the columns that `pack_sampled` packed, on the host."""
+    """Returns the columns that `pack_sampled` packed, or `pack_verified` for one position, on the host."""
     tokens, finite = packed[:, 0], packed[:, 1].astype(bool)
-    floats, top = packed.view(np.float32), features.logprobs or 0
-    logprob = floats[:, 2] if features.logprobs is not None else floats[:, 2:]
-    return SampledRows(tokens, finite, logprob, packed[:, 3 : 3 + top], floats[:, 3 + top :])
+    if features.logprobs is None:
+        nothing = np.zeros((len(packed), 0), np.float32)
+        return SampledRows(tokens, finite, nothing, nothing, nothing, packed[:, 2:].reshape(-1))
+    floats, stop = packed.view(np.float32), 3 + features.logprobs
+    return SampledRows(
+        tokens,
+        finite,
+        floats[:, 2],
+        packed[:, 3:stop],
+        floats[:, stop : stop + features.logprobs],
+        packed[:, stop + features.logprobs :].reshape(-1),
+    )
 
 
 def report_logprobs(

@@ -81,6 +81,7 @@ class StepShapes:
         grain: how fine the sizes are.
         checkpoints: prefill programs write pending state checkpoints.
         lora: rows may name adapters.
+        drafts: most drafts of a row in steps that verify them; 0 for no such steps.
 
     Attributes:
         token_buckets: tokens of prefill programs, ascending.
@@ -88,6 +89,7 @@ class StepShapes:
         token_budget: most tokens of a step.
         lengths: tokens that page tables cover, ascending.
         pinned: whether one program runs every step.
+        drafts: most drafts of a row in steps that verify them; 0 for no such steps.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class StepShapes:
         grain: Grain = FINE,
         checkpoints: bool = False,
         lora: bool = False,
+        drafts: int = 0,
     ) -> None:
         most = max(token_budget, max_tokens) if whole_prompts else token_budget
         self._paged = layout.paged_groups
@@ -117,6 +120,7 @@ class StepShapes:
         )
         self.decode_rows = row_buckets(max_rows, grain.row_factor)
         self._max_rows = max_rows
+        self.drafts = drafts
         self.token_budget = token_budget
         self.lengths = coarse_buckets(grain.shortest_table, max_tokens, grain.table_factor)
 
@@ -165,6 +169,26 @@ class StepShapes:
             return self._fresh(tokens, features)
         return self._prefill(tokens, length, features)
 
+    @property
+    def most_verified(self) -> int:
+        """Most rows of a step that verifies drafts: all tokens together cost about as much as one of each row."""
+        if not self.drafts:
+            return 0
+        return min(self._max_rows, min(LOOSE_TOKENS, self.token_buckets[-1]) // (self.drafts + 1))
+
+    def verify(self, rows: int, features: Features, *, total_tokens: int) -> StepSpec:
+        """Returns the program for a step of at most `most_verified` rows that verifies drafts.
+
+        Args:
+            rows: number of rows.
+            features: sampling features of the rows.
+            total_tokens: tokens that the page tables must cover.
+        """
+        rows = min(bucket(rows, self.decode_rows), self.most_verified)
+        tokens = bucket(rows * (self.drafts + 1), self.token_buckets)
+        widths = self._widths(bucket(total_tokens, self.lengths))
+        return StepSpec(tokens, rows, widths, features, drafts=self.drafts)
+
     def declare_all(
         self,
         features: Features,
@@ -191,8 +215,15 @@ class StepShapes:
         ]
         sizes = _up_to(new_tokens, self.token_buckets)
         fresh = [self._fresh(tokens, features) for tokens in sizes if tokens <= self._expands]
+        verify = {
+            self.verify(count, features, total_tokens=length): None
+            for count in _up_to(rows, self.decode_rows)
+            if self.most_verified
+            for length in lengths
+        }
         return (
             decode
+            + [*verify]
             + fresh
             + [self._prefill(tokens, length, features) for tokens in sizes for length in lengths]
         )

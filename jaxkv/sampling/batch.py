@@ -20,10 +20,10 @@ class SamplingBatch:
             read yet; then the packed token id is ignored.
         values: field name -> `[rows]` or `[rows, width]`, for the fields of `jaxkv.sampling.fields` that `features`
             need. With `min_tokens` also `block_stop`, int32 `[rows]`: 1 while the row has fewer than `min_tokens`
-            tokens. With `grammar` also `token_mask`, int32 `[rows, words]`: bit b of word w is 1 if the grammar allows
-            token `32 * w + b`; all bits are 1 for a row without a grammar. With `logprobs` also `given`, int32
-            `[rows, steps]`: the token that a row takes in each step of the program in place of a sampled one, or
-            `NO_TOKEN`.
+            tokens; in a step that verifies drafts `[rows, positions]`. With `grammar` also `token_mask`, int32
+            `[rows, words]`: bit b of word w is 1 if the grammar allows token `32 * w + b`; all bits are 1 for a row
+            without a grammar. With `logprobs` also `given`, int32 `[rows, steps]`: the token that a row takes in each
+            step of the program in place of a sampled one, or `NO_TOKEN`.
         features: the features that the program was compiled for; static.
         processors: the registered logits processors; static.
     """

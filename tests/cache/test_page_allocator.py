@@ -101,10 +101,32 @@ def test_a_shared_page_that_truncate_leaves_is_copied_before_it_is_written():
     allocator.check()
 
 
+def test_rejected_tokens_are_written_over_in_the_pages_that_they_have():
+    layout = group_layers(place([gqa(1, 2, **HALF)]))
+    allocator = PageAllocator(layout, {"gqa": 6})
+    computed(allocator, 1, 9)
+    changes, writable = allocator.held(1).changes, allocator.held(1).writable
+    with pytest.raises(ValueError, match="has 9 computed tokens, got 10 to keep"):
+        allocator.take_back(1, 10)
+    allocator.take_back(1, 7)
+    assert allocator.num_tokens(1) == 7
+    assert allocator.pages(1, "gqa") == (0, 1, 2)
+    assert (allocator.held(1).changes, allocator.held(1).writable) == (changes, writable)
+    allocator.commit(1, 9)
+    # Another sequence shares the pages now, so they must not be written.
+    allocator.fork(1, 2)
+    allocator.take_back(1, 7)
+    assert allocator.held(1).writable == 7
+    assert allocator.reserve(1, 8).copies == (PageCopy("gqa", 1, 3),)
+    allocator.check()
+
+
 def test_tokens_of_a_sequence_with_a_state_are_not_taken_back(allocator):
     computed(allocator, 1, 5)
     with pytest.raises(ValueError, match="has a state after 5 tokens, which cannot be taken back"):
         allocator.truncate({1: 4})
+    with pytest.raises(ValueError, match="cannot go back from 5 to 4 tokens: it has a recurrent"):
+        allocator.take_back(1, 4)
     allocator.truncate({1: 5})
     assert allocator.num_tokens(1) == 5
 

@@ -199,6 +199,27 @@ class PagedMachine(PageAllocatorMachine):
             for seq, count in lengths.items():
                 del self.expected[seq][count:]
 
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def take_back(self, data):
+        """Drafts of one sequence are rejected."""
+        seq = data.draw(st.sampled_from(sorted(self.expected)))
+        count = data.draw(st.integers(0, len(self.expected[seq])))
+        lacking = any(
+            self.first(seq, group) * group.page_size > max(0, count - 4)
+            for group in self.layout.paged_groups
+        )
+        before, reserved = self.free(), self.allocator.held(seq).reserved
+        try:
+            self.allocator.take_back(seq, count)
+        except ValueError:
+            assert lacking
+        else:
+            assert not lacking
+            del self.expected[seq][count:]
+            assert self.allocator.held(seq).reserved == reserved
+        assert self.free() == before
+
 
 TestPageAllocatorMachine = PageAllocatorMachine.TestCase
 TestPageAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -124,8 +124,36 @@ class SimulatedDevice:
         places, float_places = self.packer.packed_layout.arrangements(shape)
         fields = places.split(np.array(ints))
         fields |= {} if floats is None else float_places.split(np.array(floats))
+        if shape.drafts:
+            return cache, on_device(self._verify(shape, cache, fields))
         turns = [self._turn(shape, cache, fields, turn) for turn in range(shape.steps)]
         return cache, on_device(turns if shape.steps > 1 else turns[0])
+
+    def _verify(self, shape, cache, fields):
+        """Returns the packed tokens of each position of a step whose rows end with drafts."""
+        width = shape.drafts + 1
+        columns = 2 if shape.features.logprobs is None else 3 + 2 * shape.features.logprobs
+        out, chosen = np.zeros((width, shape.rows, columns + 1), np.int32), []
+        for row in range(np.count_nonzero(fields["seq_lens"])):
+            drafts = int(fields["drafts"][row])
+            start, tokens, places = self._tokens(shape, cache, fields, row, 0)
+            chains = self._compute(cache, fields, row, start, tokens, places, 0)
+            if drafts >= len(tokens):
+                raise WrongUse(f"row {row} has {drafts} drafts among {len(tokens)} tokens")
+            drafted, accepted = tokens[len(tokens) - drafts :], 0
+            for column in range(drafts + 1):
+                chain = chains[len(chains) - 1 - drafts + column]
+                packed = out[column, row, :-1]
+                token = self._sample(
+                    shape, cache, fields, row, chain, packed, drafted[:column], column
+                )
+                if column == accepted < drafts and packed[1] and token == drafted[column]:
+                    accepted += 1
+            out[:, row, -1] = accepted
+            slot = int(fields["sampling_states"][row])
+            chosen += [(slot, token) for token in out[: accepted + 1, row, 0].tolist()]
+        self._remember(shape, cache, chosen, [], each_once=False)
+        return out
 
     def _turn(self, shape, cache, fields, turn):
         top = shape.features.logprobs
@@ -138,17 +166,23 @@ class SimulatedDevice:
             chains = self._compute(cache, fields, row, start, tokens, places, turn)
             states += self._written(shape, fields, row, start, chains, places)
             slot = int(fields["sampling_states"][row])
-            mixed, forbidden = self._wishes(shape, cache, fields, row, chains[-1])
-            token, logprob = choose(mixed, forbidden)
-            out[row, :2] = token, is_finite(chains[-1], self._broken_every)
-            if top is not None:
-                values = out.view(np.float32)
-                values[row, 2], values[row, 3 + top :] = logprob, logprob
-                out[row, 3 : 3 + top] = (token + np.arange(top)) % VOCAB
+            token = self._sample(shape, cache, fields, row, chains[-1], out[row])
             if slot < self.owner.counts["sampling"]:
                 chosen.append((slot, token))
         self._remember(shape, cache, chosen, states)
         return out
+
+    def _sample(self, shape, cache, fields, row, chain, packed, drafted=(), column=0):
+        """Samples the token after a chain, packs what is reported of it, and returns it."""
+        top = shape.features.logprobs
+        mixed, forbidden = self._wishes(shape, cache, fields, row, chain, drafted, column)
+        token, logprob = choose(mixed, forbidden)
+        packed[:2] = token, is_finite(chain, self._broken_every)
+        if top is not None:
+            values = packed.view(np.float32)
+            values[2], values[3 + top :] = logprob, logprob
+            packed[3 : 3 + top] = (token + np.arange(top)) % VOCAB
+        return token
 
     def _tokens(self, shape, cache, fields, row, turn):
         """Returns the first position, the tokens, and where they lie in the packed step."""
@@ -254,8 +288,8 @@ class SimulatedDevice:
                     left.append((group, state, chains[length], start + length))
         return left
 
-    def _wishes(self, shape, cache, fields, row, chain):
-        """Returns what decides a row's token, and the tokens that it may not have."""
+    def _wishes(self, shape, cache, fields, row, chain, drafted, column):
+        """Returns what decides a row's token behind some drafts, and the tokens that it may not have."""
         features, choices, slot = (
             shape.features,
             self._choices(cache),
@@ -267,9 +301,10 @@ class SimulatedDevice:
         if features.penalties and slot < self.owner.counts["sampling"]:
             if fields["presence"][row]:
                 roles = ("output_counts", "prompt_seen")
-                counts = tuple(np.asarray(choices[role][slot], np.int64) for role in roles)
+                output, seen = (np.asarray(choices[role][slot], np.int64) for role in roles)
+                counts = output + _histogram(drafted), seen
             biases = zip(choices["bias_ids"][slot], choices["bias_values"][slot], strict=True)
-        blocked = features.min_tokens and fields["block_stop"][row]
+        blocked = features.min_tokens and fields["block_stop"].reshape(shape.rows, -1)[row, column]
         forbidden = fields["stop_ids"][row].tolist() if blocked else []
         if features.grammar:
             words = fields["token_mask"][row].view(np.uint32)
@@ -277,10 +312,10 @@ class SimulatedDevice:
             forbidden += np.flatnonzero(bits == 0).tolist()
         return weigh(chain, seed=seed, counts=counts, biases=biases), forbidden
 
-    def _remember(self, shape, cache, chosen, states):
+    def _remember(self, shape, cache, chosen, states, *, each_once=True):
         """Writes choices and states, once every row has read."""
         choices, slots = self._choices(cache), [slot for slot, _ in chosen]
-        if len(set(slots)) < len(slots):
+        if each_once and len(set(slots)) < len(slots):
             raise WrongUse(f"the slots {slots} are written twice")
         for slot, token in chosen:
             choices["last_token"][slot] = token

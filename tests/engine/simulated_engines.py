@@ -11,15 +11,17 @@ from jaxkv.config.blocks import MambaConfig
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
+from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.engine import Engine
 from jaxkv.models.decoder import Decoder
 from jaxkv.plan import plan_cache, tokens_ahead
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
+from tests.engine.drafters import Guesser
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_memory import SlowMemory
-from tests.engine.simulated_requests import LONGEST, TOKENIZER
+from tests.engine.simulated_requests import LONGEST, TOKENIZER, answer
 from tests.engine.simulated_text import VOCAB
 
 WINDOWS = {
@@ -83,6 +85,8 @@ class Setting:
         fault_rate: how often a step fails.
         broken_every: see `simulated.is_finite`.
         most_rebuilds, idle_checks: see `EngineConfig`.
+        drafts: most drafts of a row; 0 for no speculation.
+        rightness: probability of each draft to be right.
     """
 
     kind: str
@@ -100,6 +104,8 @@ class Setting:
     broken_every: int = 0
     most_rebuilds: int = 10**6
     idle_checks: bool = True
+    drafts: int = 0
+    rightness: float = 0.0
 
 
 def draw_setting(draw, kind, **fixed):
@@ -143,6 +149,7 @@ def engine_of(draw, setting):
         steps_per_launch=setting.steps,
         most_rebuilds=setting.most_rebuilds,
         idle_checks=setting.idle_checks,
+        speculation=SpeculationConfig(tokens=setting.drafts) if setting.drafts else None,
     )
     ahead = tokens_ahead(model, wish, config, LONGEST)
     layout, budget = _planned(
@@ -157,6 +164,13 @@ def engine_of(draw, setting):
     engine = Engine(
         sequence_runner, TOKENIZER, config, host_bytes=setting.host_bytes, clock=count().__next__
     )
+    if engine.speculation is not None:
+        engine.speculation.drafter = Guesser(
+            draw,
+            setting.rightness,
+            lambda request: answer(request, setting.broken_every).token_ids,
+            VOCAB,
+        )
     if engine.host is not None:
         engine.host.transfers.memory = SlowMemory(draw)
     if setting.coarse:

@@ -14,9 +14,10 @@ import pytest
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
+from jaxkv.engine.speculation.speculation import WINDOW
 from jaxkv.engine.warm_up import declare_served
 from tests.engine import simulated_grammar, simulated_requests
-from tests.engine.simulated_engines import KINDS, Setting, draw_setting, engine_of
+from tests.engine.simulated_engines import KINDS, WINDOWS, Setting, draw_setting, engine_of
 from tests.engine.simulated_grammar import grammar_of
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, check_books
@@ -30,12 +31,16 @@ WISHES = (
     {"min_tokens": 3},
     {"logit_bias": {3: 1.0}},
 )
+OFTEN = ("preemptions", "hits", "rebuilds", "aborts", "host hits")
+"""What happens in every long series of programs."""
+
 UNDECLARED = {
     "copies": lambda program: program.kind == "copy",
     "multi-step programs": lambda program: getattr(program, "steps", 1) > 1,
     "swaps": lambda program: program.kind == "swap_out",
     "readmissions": lambda program: program.kind == "readmit",
     "prompts": lambda program: program.kind == "prefill",
+    "drafts": lambda program: program.kind == "verify",
 }
 """Parts of the simulation that can be left out; a test must then fail."""
 
@@ -47,15 +52,21 @@ def simulated(monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
 
 
-def play_many(kind, seeds, sizes, wishes=simulated_requests.WISHES):
+def play_many(kind, seeds, sizes, wishes=simulated_requests.WISHES, setting_of=draw_setting):
     """Plays some programs, and returns how often that happened which they are about."""
     seen = dict.fromkeys(
         ("preemptions", "hits", "multi-step programs", "rebuilds", "aborts", "host hits"), 0
     )
+    seen |= dict.fromkeys(("drafts accepted", "drafts rejected", "pauses"), 0)
     for seed in seeds:
         draw = random.Random(f"{kind} {seed}")
-        play = Play(draw, draw_setting(draw, kind), draw.choice(sizes), wishes)
+        play = Play(draw, setting_of(draw, kind), draw.choice(sizes), wishes)
         play.run()
+        if play.engine.speculation is not None:
+            stats = play.engine.speculation.stats
+            seen["drafts accepted"] += sum(stats.accepted)
+            seen["drafts rejected"] += sum(stats.drafted) - sum(stats.accepted)
+            seen["pauses"] += stats.pauses
         sequences = [sequence for sequence, _ in play.sequences]
         seen["preemptions"] += sum(one.preemptions for one in sequences)
         seen["hits"] += sum(bool(one.cached) for one in sequences)
@@ -84,13 +95,74 @@ def test_rows_with_a_grammar_get_the_tokens_of_one_by_one_beside_others(kind):
     assert min(seen["preemptions"], seen["hits"]) > 0, seen
 
 
+def draw_speculating(draw, kind):
+    """Returns a setting at random, in which drafts are right with some probability."""
+    setting = draw_setting(draw, kind)
+    drafts, rightness = draw.choice((1, 2, 3, 4, 7)), draw.choice((0.0, 0.5, 0.9, 1.0))
+    budget = max(setting.budget, drafts + 1)
+    return replace(setting, drafts=drafts, rightness=rightness, budget=budget)
+
+
+@pytest.mark.parametrize("kind", ["full", "windows"])
+def test_drafts_change_no_token(kind):
+    """Beside preemptions, prefix hits, aborts, faults and bursts; some drafts are right and some are not."""
+    seen = play_many(kind, range(5), (3, 6), setting_of=draw_speculating)
+    assert min(seen[what] for what in ("drafts accepted", "drafts rejected", "hits")) > 0, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_drafts_change_no_token_for_long(kind):
+    for wishes in (simulated_requests.WISHES, simulated_requests.WISHES_WITH_GRAMMARS):
+        seen = play_many(kind, range(100, 180), (4, 10, 20), wishes, draw_speculating)
+        # Several steps at once are rare beside requests with a grammar.
+        assert min(times for what, times in seen.items() if what != "multi-step programs") > 5, seen
+
+
+def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
+    setting = Setting("full", rows=1, drafts=2, rightness=0.0, prefix=False)
+    engine, _ = engine_of(random.Random(0), setting)
+    [made], ahead = engine.add([_ask([7, 3], LONGEST - 2, {})]), []
+    while engine.has_work:
+        engine.step()
+        ahead.append(engine._pipeline.num_in_flight)
+    assert len(made.token_ids) == LONGEST - 2
+    stats = engine.speculation.stats
+    assert (stats.steps, stats.pauses, stats.is_paused) == (WINDOW, 1, True)
+    assert stats.drafted[0] > stats.drafted[1] > 0
+    # Each step was read before the next one was planned, until the pause began.
+    assert not any(ahead[:WINDOW])
+    assert any(ahead[WINDOW:])
+
+
+def test_an_engine_with_too_many_rows_drafts_nothing_and_overlaps():
+    setting = Setting("full", rows=5, drafts=7, rightness=1.0, budget=40, prefix=False)
+    engine, _ = engine_of(random.Random(0), setting)
+    engine.shapes.token_buckets = (32,)
+    made = engine.add([replace(_ask([7, 3], 20, {}), seed=seed) for seed in range(5)])
+    while all(one.status != FINISHED for one in made):
+        engine.step()
+    assert engine.speculation.stats.steps == 0
+
+
+def test_models_with_recurrent_layers_are_refused_drafts():
+    with pytest.raises(ValueError, match="speculation needs a model without recurrent states"):
+        engine_of(random.Random(0), Setting("hybrid", drafts=2))
+
+
+def test_a_budget_without_room_for_the_drafts_of_a_row_is_refused():
+    with pytest.raises(ValueError, match="at most 16 tokens does not hold 20 drafts"):
+        engine_of(random.Random(0), Setting("full", drafts=20))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_with_a_grammar_get_their_own_tokens_for_long(kind):
     wishes = simulated_requests.WISHES_WITH_GRAMMARS
     seen = play_many(kind, range(100, 180), (4, 10, 20), wishes)
-    assert min(times for what, times in seen.items() if what != "multi-step programs") > 10, seen
+    assert min(seen[what] for what in OFTEN) > 10, seen
 
 
 @pytest.mark.slow
@@ -98,12 +170,12 @@ def test_rows_with_a_grammar_get_their_own_tokens_for_long(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_everybody_reads_its_own_text_for_long(kind):
     seen = play_many(kind, range(100, 180), (4, 10, 20))
-    assert min(times for what, times in seen.items() if what != "multi-step programs") > 10, seen
+    assert min(seen[what] for what in OFTEN) > 10, seen
     # Several steps at once leave out models whose prefixes are checkpoints; without those they are rarer.
     assert seen["multi-step programs"] > 0, seen
 
 
-def serve_declared(draw, kind, declare=declare_served, wishes=WISHES):
+def serve_declared(draw, kind, declare=declare_served, wishes=WISHES, drafts=0):
     """Serves requests that are no more than an example, which `declare` lists the programs of.
 
     Returns:
@@ -115,6 +187,8 @@ def serve_declared(draw, kind, declare=declare_served, wishes=WISHES):
         rows=draw.choice((1, 2, 4, 5, 9)),
         budget=draw.choice((4, 7, 16, 40, 200)),
         most_rebuilds=draw.choice((0, 10**6)),
+        drafts=drafts,
+        rightness=0.7,
     )
     engine, device = engine_of(draw, setting)
     longest = draw.randint(1, 50)
@@ -167,10 +241,11 @@ def _prompt(draw, stem):
     return stem[:same] + [draw.randrange(VOCAB) for _ in range(more)] or [5]
 
 
-def assert_declared(kind, seeds, wishes=WISHES):
+def assert_declared(kind, seeds, wishes=WISHES, drafts=0):
     served = 0
     for seed in seeds:
-        told = serve_declared(random.Random(f"{kind} {seed} declared"), kind, wishes=wishes)
+        draw = random.Random(f"{kind} {seed} declared")
+        told = serve_declared(draw, kind, wishes=wishes, drafts=drafts)
         if told is not None:
             late, asked = told
             assert not late, (kind, seed, late)
@@ -182,6 +257,10 @@ def assert_declared(kind, seeds, wishes=WISHES):
 def test_no_program_is_asked_for_that_was_not_declared(kind):
     """Serving needs only what a warm-up declares, for every schedule and every state of the cache."""
     assert_declared(kind, range(4))
+
+
+def test_no_program_that_verifies_drafts_is_asked_for_that_was_not_declared():
+    assert_declared("windows", range(3), drafts=3)
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
@@ -223,7 +302,7 @@ def test_a_program_that_is_not_declared_is_noticed(what):
 
     for seed in range(40):
         draw = random.Random(f"{what} {seed}")
-        told = serve_declared(draw, "full", declare=forgetful)
+        told = serve_declared(draw, "full", declare=forgetful, drafts=3 * (what == "drafts"))
         if told is not None and any(map(UNDECLARED[what], told[0])):
             return
     pytest.fail(f"no test missed the programs: {what}")

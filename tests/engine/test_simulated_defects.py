@@ -17,6 +17,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import hits as prefix_hits
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.collect import Collector
+from jaxkv.engine.engine import Engine
 from jaxkv.offload.transfers import HostTransfers
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.sequence_runner import SequenceRunner
@@ -26,6 +27,7 @@ from tests.engine.simulated_engines import KINDS, draw_setting
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, WrongOutput, WrongProgress
 
+GUESSED = {"drafts": 3, "rightness": 0.6, "budget": 40, "prefix": True, "overlap": True}
 QUIET = {"fault_rate": 0.0, "broken_every": 0}
 DEFECTS = Defects()
 SETTINGS = {}
@@ -246,6 +248,46 @@ def results_of_an_old_epoch_count(patch):
         return trusting
 
     wrap(patch, Collector, "collect", make)
+
+
+@defect(WrongOutput, caches=["full"], **GUESSED)
+def a_draft_more_than_was_right_is_accepted(patch):
+    def make(collect):
+        def generous(collector, flight, sampled):
+            if flight.shape.drafts:
+                counts = [len(part.drafts) for part in flight.parts]
+                accepted = sampled[0].accepted[: len(counts)] + 1
+                sampled = [replace(rows, accepted=np.minimum(accepted, counts)) for rows in sampled]
+            return collect(collector, flight, sampled)
+
+        return generous
+
+    wrap(patch, Collector, "collect", make)
+
+
+@defect(ValueError, "tokens computed of the .* to publish", caches=["full"], page=4, **GUESSED)
+def a_page_with_a_rejected_draft_is_published(patch):
+    """The last token of a text has no keys and values yet: those of a rejected draft are in its place."""
+
+    def make(publish):
+        def early(collector, sequence):
+            sequence.collected += 1
+            publish(collector, sequence)
+            sequence.collected -= 1
+
+        return early
+
+    wrap(patch, Collector, "_publish", make)
+
+
+@defect(ValueError, "each row of a step needs one or more new tokens", caches=["full"], **GUESSED)
+def the_books_keep_rejected_drafts(patch):
+    patch.setattr(PageAllocator, "take_back", lambda allocator, number, tokens: None)
+
+
+@defect(WrongProgress, caches=["full"], **GUESSED)
+def a_step_is_planned_before_its_drafts_are_counted(patch):
+    patch.setattr(Engine, "_may_overlap", lambda engine: True)
 
 
 @defect(WrongOutput, caches=["full"], rows=5, spare=0, page=4, budget=16)

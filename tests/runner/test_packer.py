@@ -172,6 +172,25 @@ def test_several_steps_need_pages_for_all_tokens_and_say_who_takes_part_in_how_m
             packer.pack(shape, told._replace(left=left), allocator)
 
 
+def test_a_row_has_no_more_drafts_than_its_program_verifies(packer):
+    """Stop ids are blocked at each position before `min_tokens`."""
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    held = replace(GREEDY, min_tokens=4)
+    told = [Row(1, [5, 6, 7], 2, held, generated=2), Row(2, [8], 0, held, generated=4)]
+    for row in told:
+        allocator.open(row.sequence)
+        allocator.reserve(row.sequence, row.start + len(row.tokens))
+    shape = StepSpec(16, 4, (4, 8), Features(min_tokens=True), drafts=3)
+    rows = StepRows.of(told)._replace(drafts=[2, 0])
+    ints, _ = packer.pack(shape, rows, allocator)
+    fields = packer.packed_layout.arrangements(shape)[0].split(ints)
+    assert fields["drafts"].tolist() == [2, 0, 0, 0]
+    assert fields["block_stop"].tolist() == [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    for drafts, one in (([3, 0], shape), ([2], shape), ([2, 0], replace(shape, drafts=0))):
+        with pytest.raises(ValueError, match="drafts needs rows with up to that many"):
+            packer.pack(one, rows._replace(drafts=drafts), allocator)
+
+
 def test_given_tokens_come_back_and_the_steps_of_other_rows_sample(packer):
     allocator = PageAllocator(LAYOUT, COUNTS)
     for sequence in (1, 2):

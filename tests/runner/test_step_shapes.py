@@ -151,6 +151,19 @@ def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, 
     assert shape.decode == (not pinned and all(len(row.tokens) == 1 for row in batch))
 
 
+@given(st.integers(1, 31), st.integers(1, 100), st.sampled_from([FINE, COARSE]))
+@settings(max_examples=100, deadline=None)
+def test_steps_that_verify_drafts_have_few_tokens_and_declared_programs(drafts, count, grain):
+    served = shapes(drafts=drafts, grain=grain)
+    count = min(count, served.most_verified)
+    shape = served.verify(count, Features(), total_tokens=700)
+    assert count <= shape.rows <= served.most_verified
+    assert shape.rows * (drafts + 1) <= shape.tokens <= LOOSE_TOKENS
+    assert shape.drafts == drafts
+    assert shape in served.declare_all(Features())
+    assert shape not in shapes(grain=grain).declare_all(Features())
+
+
 def test_the_number_of_programs_is_bounded():
     assert len(shapes().declare_all(Features())) <= 80
     assert len(shapes(pinned=True).declare_all(Features())) == 1

@@ -1,0 +1,68 @@
+"""`SpeculationConfig`: who drafts the next tokens, and how many, for decode steps to verify."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxkv.config.checks import as_int, check_fields
+from jaxkv.wording import shown
+
+METHODS = ("ngram",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Options of speculation, checked on construction. Drafts change no token of a request.
+
+    A draft is accepted if it equals the token that its position yields anyhow, greedy or drawn. With
+    `EngineConfig.batch_invariant` results are equal bit for bit with and without drafts; otherwise sums are rounded
+    differently, as in any batch of another size, so two tokens with almost equal scores may change places.
+
+    Attributes:
+        method: "ngram" repeats what came after the last few tokens earlier in the prompt or output (prompt lookup); it
+            needs no weights.
+        tokens: most drafts of a row in a step. Steps of more than 64 tokens verify none, because each token then costs
+            time: with 4 drafts, those of more than 12 rows.
+        longest_ngram: most tokens at the end of the text that are searched for earlier in it.
+        shortest_ngram: fewest such tokens.
+
+    Raises:
+        ValueError: a field is out of range or of the wrong type.
+    """
+
+    method: str = "ngram"
+    tokens: int = 4
+    longest_ngram: int = 4
+    shortest_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for values out of range or of the wrong type."""
+        if self.method not in METHODS:
+            raise ValueError(
+                f"method must be one of {', '.join(METHODS)}, got {shown(self.method)}"
+            )
+        check_fields(self, as_int, 1, 31, "tokens")
+        check_fields(self, as_int, 1, 64, "longest_ngram", "shortest_ngram")
+        if self.shortest_ngram > self.longest_ngram:
+            raise ValueError(
+                f"shortest_ngram must be at most longest_ngram, got {self.shortest_ngram} and {self.longest_ngram}"
+            )
+
+
+def speculation_of(value: object) -> SpeculationConfig | None:
+    """Returns the options of speculation: a `SpeculationConfig`, or a mapping of its fields; `None` for none.
+
+    Raises:
+        ValueError: the value is neither, or a field is unknown or out of range.
+    """
+    if value is None or isinstance(value, SpeculationConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"speculation must be a SpeculationConfig, got {shown(value)}")
+    fields: dict[str, Any] = dict(value)
+    known = SpeculationConfig.__dataclass_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise ValueError(
+            f"speculation has no option {shown(unknown[0])}; its options are {', '.join(known)}"
+        )
+    return SpeculationConfig(**fields)

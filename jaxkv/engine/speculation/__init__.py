@@ -1,0 +1,1 @@
+"""Drafts of the next tokens, which decode steps verify; they change no token."""

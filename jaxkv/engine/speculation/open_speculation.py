@@ -1,0 +1,45 @@
+"""Makes the drafter of an engine, and refuses models whose tokens cannot be taken back."""
+
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.config.speculation import SpeculationConfig
+from jaxkv.engine.speculation.ngrams import NgramDrafter
+from jaxkv.engine.speculation.speculation import Speculation
+from jaxkv.models.protocol import Model
+from jaxkv.runner.step_shapes import StepShapes
+
+
+def open_speculation(
+    model: Model, layout: CacheLayout, shapes: StepShapes, config: SpeculationConfig | None
+) -> Speculation | None:
+    """Returns the drafts of an engine; `None` if it drafts none.
+
+    Args:
+        model: the model that verifies them.
+        layout: groups of its cache.
+        shapes: padded shapes of the engine's steps.
+        config: the options.
+
+    Raises:
+        ValueError: the model has states that cannot be taken back, or computes prompts in one step, or no step holds
+            the drafts of a row.
+    """
+    if config is None:
+        return None
+    if layout.state_groups:
+        names = ", ".join(group.name for group in layout.state_groups)
+        raise ValueError(
+            f"speculation needs a model without recurrent states, because rejected tokens cannot be taken back from "
+            f"them; got a cache with {names}. Turn speculation off"
+        )
+    if model.whole_prompts:
+        raise ValueError(
+            "speculation needs a model whose prompts can be computed in chunks, which this one's cannot; turn "
+            "speculation off"
+        )
+    if shapes.most_verified < 1:
+        raise ValueError(
+            f"a step of at most {shapes.token_buckets[-1]} tokens does not hold {config.tokens} drafts and the token "
+            f"before them; raise token_budget or lower SpeculationConfig.tokens"
+        )
+    drafter = NgramDrafter(config.longest_ngram, config.shortest_ngram)
+    return Speculation(drafter, config.tokens, lambda: shapes.most_verified)

@@ -1,0 +1,153 @@
+"""One step that verifies drafts: it samples the token after each position, and accepts drafts that equal it.
+
+A row's tokens are its next token and the drafts behind it. The token of every position is the one that a step without
+drafts would sample there, because random numbers depend on seed and position alone. So drafts change no token.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxkv._pytree import pytree
+from jaxkv.batch import StepBatch
+from jaxkv.cache.state import Cache
+from jaxkv.models.protocol import Model, Params
+from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.fields import NO_TOKEN
+from jaxkv.sampling.sample import Sampled, SamplingState, read_choices, sample, write_choices
+from jaxkv.step.loop import NOWHERE
+from jaxkv.step.step import resolve_carry
+from pallas_kernels.fixed_order import fixed_order
+
+
+@pytree
+class Verified:
+    """The tokens of a step that verifies drafts.
+
+    Attributes:
+        sampled: the sampled tokens, with a leading axis of positions. Those behind a row's first `accepted + 1` were
+            sampled after a wrong token and are invalid.
+        accepted: number of drafts of each row that equal the sampled tokens, counted up to the first that does not.
+    """
+
+    sampled: Sampled
+    accepted: Int[Array, " rows"]
+
+
+def verify_step(
+    model: Model,
+    params: Params,
+    cache: Cache,
+    batch: StepBatch,
+    drafts: Int[Array, " rows"],
+    *,
+    most: int,
+) -> tuple[Cache, Verified]:
+    """Runs one step whose rows end with drafts, and samples the token after each position.
+
+    The caller donates `cache` when it compiles this function. Keys and values of drafts that are not accepted stay in
+    the cache behind the row's length; the next step of the row writes its own over them. The sampling group gets the
+    accepted tokens and the one after them.
+
+    Args:
+        model: the model; static. It has no recurrent layers, whose states could not be taken back.
+        params: its parameters.
+        cache: the cache before the step.
+        batch: the step's metadata; the last `drafts` tokens of each row are drafts.
+        drafts: number of drafts of each row; at least one token of a row is none.
+        most: most drafts of a row; static.
+    """
+    choices = cache.layer(model.num_layers)
+    batch = replace(batch, tokens=resolve_carry(batch, choices["last_token"]))
+    cache, hidden = model.forward(params, cache, batch)
+    rows, width = drafts.shape[0], most + 1
+    columns = jnp.arange(width, dtype=jnp.int32)[None, :]
+    # Packed index of the token before each sampled one. Columns behind a row's drafts repeat its last token.
+    places = batch.cu_q_lens[1:, None] - 1 - drafts[:, None]
+    places = jnp.maximum(places + jnp.minimum(columns, drafts[:, None]), 0)
+    drafted = batch.tokens.at[places + 1].get(mode="fill", fill_value=NO_TOKEN)[:, :most]
+    drafted = jnp.where(columns[:, :most] < drafts[:, None], drafted, NO_TOKEN)
+    first = batch.seq_lens - drafts
+    positions = first[:, None] + columns
+    logits = model.logits(params, hidden[places.reshape(-1)])
+    sampling = _for_each_position(batch.sampling, width)
+    state = _with_drafts(read_choices(choices, sampling), drafted, first)
+    with fixed_order(model.batch_invariant):
+        sampled = sample(logits, sampling, state, positions.reshape(-1))
+    sampled = jax.tree.map(
+        lambda values: jnp.moveaxis(values.reshape(rows, width, *values.shape[1:]), 1, 0), sampled
+    )
+    right = (drafted == sampled.tokens[:most].T) & sampled.finite[:most].T
+    accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    choices = _write_accepted(dict(choices), batch.sampling, sampled.tokens, first, accepted)
+    return cache.with_layer(model.num_layers, choices), Verified(sampled=sampled, accepted=accepted)
+
+
+def _for_each_position(sampling: SamplingBatch, width: int) -> SamplingBatch:
+    """Returns the sampling inputs with one row per position: row 0 `width` times, then row 1, and so on."""
+
+    def repeated(values: Array) -> Array:
+        return jnp.repeat(values, width, axis=0)
+
+    values = {
+        # This one has a column for each position already.
+        name: each.reshape(-1) if name == "block_stop" else repeated(each)
+        for name, each in sampling.values.items()
+    }
+    return replace(
+        sampling,
+        state_ids=repeated(sampling.state_ids),
+        carry=repeated(sampling.carry),
+        values=values,
+    )
+
+
+def _with_drafts(
+    state: SamplingState | None, drafted: Int[Array, "rows most"], first: Int[Array, " rows"]
+) -> SamplingState | None:
+    """Returns the states that each position would have if all drafts before it were accepted.
+
+    Args:
+        state: the rows' states, one for each position.
+        drafted: the drafts of each row, padded with `NO_TOKEN`, which no array has room for.
+        first: position of the first sampled token of each row.
+    """
+    if state is None:
+        return None
+    rows, most = drafted.shape
+    width = most + 1
+    earlier = jnp.arange(most)[None, :] < jnp.arange(width)[:, None]
+    before = jnp.where(earlier[None], drafted[:, None, :], NO_TOKEN).reshape(rows * width, most)
+    index = jnp.arange(rows * width, dtype=jnp.int32)[:, None]
+    if state.output_counts is not None:
+        counts = state.output_counts.at[index, before].add(1, mode="drop")
+        state = replace(state, output_counts=counts)
+    if state.token_history is not None:
+        columns = first[:, None] + jnp.arange(most, dtype=jnp.int32)[None, :]
+        columns = jnp.repeat(columns, width, axis=0)
+        columns = jnp.where(before == NO_TOKEN, NO_TOKEN, columns)
+        history = state.token_history.at[index, columns].set(before, mode="drop")
+        state = replace(state, token_history=history)
+    return state
+
+
+def _write_accepted(
+    choices: dict[str, Array],
+    sampling: SamplingBatch,
+    tokens: Int[Array, "positions rows"],
+    first: Int[Array, " rows"],
+    accepted: Int[Array, " rows"],
+) -> dict[str, Array]:
+    """Returns the sampling group with each row's accepted tokens and the one after them written."""
+    rows = jnp.arange(accepted.shape[0], dtype=jnp.int32)
+    if not sampling.features.needs_admission:
+        # Only the last token is kept.
+        last = jnp.take_along_axis(tokens, accepted[None, :], axis=0)[0]
+        return write_choices(choices, sampling, last, first + accepted)
+    for column in range(tokens.shape[0]):
+        state_ids = jnp.where(column <= accepted, sampling.state_ids, NOWHERE + rows)
+        taken = replace(sampling, state_ids=state_ids)
+        choices = write_choices(choices, taken, tokens[column], first + column)
+    return choices

@@ -1,0 +1,143 @@
+"""An engine that verifies drafts gives every request the bits that it gives without them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from jaxkv.config.speculation import SpeculationConfig
+from jaxkv.step import verify
+from tests.defects import Defects, wrap
+from tests.engine.drafters import Guesser
+from tests.engine.engines import VOCAB, assert_idle, engine_for, oracle, request_of
+from tests.engine.test_batch_invariance import FAMILIES, alone, engine_of, play, requests_of, said
+from tests.engine.test_processors import KNOWN
+from tests.engine.test_processors import alone as alone_by_numpy
+from tests.engine.test_processors import requests as requests_with_processors
+
+WIDE = {"rows": 4, "tokens": 24}
+SAMPLINGS = (
+    {"logprobs": 2},
+    {"logprobs": 2, "temperature": 0.9, "top_p": 0.8, "min_tokens": 4},
+    {"logprobs": 2, "temperature": 1.1, "min_p": 0.05, "repetition_penalty": 1.2},
+)
+
+
+def speculating(family, dtype="float32", *, drafts=3, **options):
+    """Returns an engine of `tests.engine.test_batch_invariance` with drafts."""
+    return engine_of(family, dtype, speculation=SpeculationConfig(tokens=drafts), **options)
+
+
+def guess(engine, requests, answers, rightness, seed=0):
+    """Gives an engine a drafter that knows the answers of some requests."""
+    known = {one.prompt: tokens[len(one.prompt) :] for one, tokens in zip(requests, answers)}  # noqa: B905
+    engine.speculation.drafter = Guesser(
+        random.Random(seed), rightness, lambda request: known[request.prompt], VOCAB
+    )
+
+
+def served_bits(family, samplings, rightness, *, dtype="float32", games=2, **options):
+    """Asserts that requests have the bits that they have alone; returns the accepted drafts."""
+    requests = [
+        replace(one, stop_ids=(at, 31)) if at % 3 == 2 else one
+        for at, one in enumerate(requests_of(6, samplings=samplings))
+    ]
+    wanted = alone(family, dtype, requests)
+    engine = speculating(family, dtype, **options)
+    guess(engine, requests, [tokens for tokens, _ in wanted], rightness)
+    served = []
+    for game in range(games):
+        served += play(engine, requests, random.Random(game))
+        assert [said(one) for one in served[-len(requests) :]] == wanted
+    assert_idle(engine)
+    assert sum(one.cached for one in served) > 0
+    return sum(engine.speculation.stats.accepted)
+
+
+def test_tokens_and_log_probabilities_are_the_bits_without_drafts():
+    assert served_bits("dense", SAMPLINGS[:1], 0.7, rows=4, tokens=16, pages=9) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rightness", [0.0, 0.5, 1.0], ids=["never", "half", "always"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "recurrent"])
+def test_every_family_has_the_bits_without_drafts(family, rightness, dtype):
+    for way in ({"rows": 4, "tokens": 16, "pages": 9}, {"rows": 7, "tokens": 48, "drafts": 5}):
+        accepted = served_bits(family, SAMPLINGS, rightness, dtype=dtype, games=4, **way)
+        assert (accepted > 50) == (rightness > 0)
+
+
+@pytest.mark.slow
+def test_histories_and_counts_hold_the_accepted_tokens_alone():
+    """Each token is computed from the whole history of its row, and penalties count it."""
+    requests = requests_with_processors()
+    engine = engine_for(processors=KNOWN, speculation=SpeculationConfig(tokens=3), token_budget=32)
+    engine.speculation.drafter = Guesser(random.Random(0), 0.7, alone_by_numpy, VOCAB)
+    sequences = [engine.add([one])[0] for one in requests]
+    engine.run(sequences)
+    assert [tuple(one.token_ids) for one in sequences] == [alone_by_numpy(one) for one in requests]
+    assert sum(engine.speculation.stats.accepted) > 30
+    assert_idle(engine)
+
+
+def repeating(count=4, most=40):
+    return [request_of([3, 5, 8, 3 + at, 5, 8], max_tokens=most) for at in range(count)]
+
+
+@pytest.mark.slow
+def test_prompt_lookup_finds_the_repetitions_of_greedy_texts():
+    requests = repeating()
+    engine = engine_for(speculation=SpeculationConfig(tokens=4, shortest_ngram=1), token_budget=32)
+    sequences = [engine.add([one])[0] for one in requests]
+    engine.run(sequences)
+    assert [tuple(one.token_ids) for one in sequences] == [
+        one.token_ids for one in oracle(requests)
+    ]
+    stats = engine.speculation.stats
+    assert stats.accepted[0] > 10
+    assert all(map(int.__le__, stats.accepted, stats.drafted))
+    # Each accepted draft is a token without a step of its own.
+    assert engine.steps < 4 + 4 * 40
+    assert_idle(engine)
+
+
+def test_models_with_whole_prompts_are_refused():
+    with pytest.raises(ValueError, match="whose prompts can be computed in chunks"):
+        engine_for(rope="dynamic", speculation=SpeculationConfig())
+
+
+DEFECTS = Defects()
+
+
+@DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[2:], 0.9, **WIDE))
+def penalties_do_not_count_drafts(patch):
+    wrap(patch, verify, "_with_drafts", lambda _: lambda state, drafted, first: state)
+
+
+@DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[2:], 0.5, **WIDE))
+def penalties_count_rejected_drafts(patch):
+    def make(write):
+        def all_of_them(choices, sampling, tokens, first, accepted):
+            return write(choices, sampling, tokens, first, accepted + 1)
+
+        return all_of_them
+
+    wrap(patch, verify, "_write_accepted", make)
+
+
+@DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[1:2], 0.9, **WIDE))
+def random_numbers_are_those_of_the_first_position(patch):
+    def make(sample):
+        def frozen(logits, sampling, state, positions):
+            return sample(logits, sampling, state, positions // 4 * 4)
+
+        return frozen
+
+    wrap(patch, verify, "sample", make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEFECTS)
+def test_every_defect_is_found(name, monkeypatch):
+    DEFECTS[name].assert_found(monkeypatch, lambda: None)
