@@ -118,8 +118,7 @@ class JaxkvCache(Cache):
         max_sequences: rows at once, those of forks included, for models with recurrent layers; there are twice as many
             states. States that rows leave free keep the ends of texts, at most `max_sequences` of them.
         graphs: whether decode steps are recorded as CUDA graphs and replayed, where they can be (docs/how-to/
-            transformers.md). `None` for all models but those with recurrent layers, whose replays no GPU has tested
-            yet. `stats()` has the reason where steps are not replayed. On a CPU there are no graphs.
+            transformers.md). `stats()` has the reason where steps are not replayed. On a CPU there are no graphs.
 
     Raises:
         Unsupported: the model is not causal, has layers whose state the cache cannot store, or is on several devices.
@@ -133,7 +132,7 @@ class JaxkvCache(Cache):
         *,
         page_size: int = 16,
         max_sequences: int = 16,
-        graphs: bool | None = None,
+        graphs: bool = True,
     ) -> None:
         for name, size in {
             "max_tokens": max_tokens,
@@ -460,12 +459,10 @@ def _detach(undo: list[Callable[[], None]], sequences: Sequences) -> None:
     sequences.release()
 
 
-def _graphs(model: PreTrainedModel, store: Store, wanted: bool | None) -> DecodeGraphs:
+def _graphs(model: PreTrainedModel, store: Store, wanted: bool) -> DecodeGraphs:
     recorder = recorder_for(store.device)
-    if wanted is False:
+    if not wanted:
         recorder = "the cache was made with graphs=False"
-    elif wanted is None and any(group.unit == "state" for group in store.layout.groups):
-        recorder = "the model has recurrent layers, whose steps are replayed with graphs=True alone"
     if isinstance(recorder, str):
         return DecodeGraphs(model, store, None, recorder)
     return DecodeGraphs(model, store, recorder)

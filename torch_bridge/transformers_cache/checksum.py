@@ -1,15 +1,21 @@
 """Checksums of the bits of tensors, computed on the tensors' devices."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
 
-_FACTORS = 1 << 16
-"""Words per sum."""
-_ROWS = 128
-"""Sums per pass; bounds the temporary products to 64 MiB."""
+_WIDTH = 2048
+"""Bytes of a row, which is multiplied by a matrix of factors."""
+_SUMS = 8
+"""Sums of a row; cuBLAS computes no fewer."""
+_FEWEST = 17
+"""Rows that cuBLAS needs at least."""
+_PENDING = 1 << 26
+"""Bytes of sums that are held before they are summed up again."""
+_WORDS = 1 << 16
+"""Most words of 32 bits in the last sum, which needs a factor for each; more than `_FEWEST` rows."""
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -21,41 +27,61 @@ def checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         tensors: dense tensors of any dtype and shape, on any devices. They are not changed.
     """
     found: list[int] = []
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         raw = plain.view(-1).view(torch.uint8)
         if raw.device.type == "cpu":
             found.append(zlib.crc32(raw.numpy()))
         else:
-            sums.setdefault(raw.device, []).append(sum_on_device(raw))
-    return (*found, *(one for parts in sums.values() for one in torch.cat(parts).tolist()))
+            elsewhere.setdefault(raw.device, []).append(raw)
+    return (*found, *(int(sum_on_device(parts)) for parts in elsewhere.values()))
 
 
-def sum_on_device(raw: torch.Tensor) -> torch.Tensor:
-    """Returns weighted sums, int64 [sums], each over 65,536 words of 32 bits; the last is padded with zeros.
+def sum_on_device(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a checksum of all parts and their order, int64 of shape ().
 
-    Each word is multiplied by a random factor of its position, modulo 2**64 (a multilinear hash), so swapped words or
-    flipped signs change the sum.
+    Rows of bytes are multiplied by factors as a matrix of int8, which tensor cores do as fast as the bytes arrive. The
+    sums, an exact int32 each, are bytes again. The last 256 KiB are multiplied word by word, modulo 2**64. Each byte
+    has a factor of its position at every level (a multilinear hash), so swapped bytes or flipped signs change the sum.
 
     Args:
-        raw: uint8 [bytes].
+        parts: uint8 [bytes], on one device.
     """
-    size = raw.numel()
-    if size % 4 or raw.storage_offset() % 4:
-        padded = raw.new_zeros(-(-size // 4) * 4)
-        padded[:size] = raw
-        raw = padded
-    words, factors = raw.view(torch.int32), _factors(raw.device)
-    whole = words.numel() // _FACTORS * _FACTORS
-    passes = words[:whole].view(-1, _FACTORS).split(_ROWS)
-    rest = words[whole:]
-    last = (rest * factors[: len(rest)]).sum().view(1)
-    return torch.cat([*((rows * factors).sum(1) for rows in passes), last])
+    pending: list[torch.Tensor] = []
+    for raw in parts:
+        pending += _summed(raw)
+        if sum(part.numel() for part in pending) > _PENDING:
+            pending = _summed(torch.cat(pending))
+    everything = torch.cat(pending)
+    while everything.numel() > 4 * _WORDS:
+        everything = torch.cat(_summed(everything))
+    missing = -everything.numel() % 4
+    words = torch.nn.functional.pad(everything, (0, missing)).view(torch.int32)
+    return (words * _word_factors(words.device)[: len(words)]).sum()
+
+
+def _summed(raw: torch.Tensor) -> list[torch.Tensor]:
+    """Returns bytes that stand for the given ones: the sums of all whole rows, and what is left."""
+    rows = raw.numel() // _WIDTH
+    if rows < _FEWEST:
+        return [raw]
+    whole = raw[: rows * _WIDTH]
+    # The product needs aligned bytes.
+    whole = whole if whole.data_ptr() % 16 == 0 else whole.clone()
+    sums = torch._int_mm(whole.view(torch.int8).view(rows, _WIDTH), _row_factors(raw.device))
+    return [sums.view(-1).view(torch.uint8), raw[rows * _WIDTH :]]
 
 
 @cache
-def _factors(device: torch.device) -> torch.Tensor:
+def _row_factors(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
+    odd = torch.randint(-64, 64, (_SUMS, _WIDTH), generator=generator, device="cpu") * 2 + 1
+    return odd.to(torch.int8).to(device).t()
+
+
+@cache
+def _word_factors(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
     low, high = -(1 << 63), (1 << 63) - 1
-    return torch.randint(low, high, (_FACTORS,), generator=generator, device="cpu").to(device)
+    return torch.randint(low, high, (_WORDS,), generator=generator, device="cpu").to(device)

@@ -1,6 +1,7 @@
 """Fingerprint of everything in a model that its keys and values depend on; decides if cached prefixes are valid."""
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, is_dataclass
@@ -18,6 +19,8 @@ from torch_bridge.transformers_cache.watch import Hook
 
 _TURNS_WITH_LENGTH = ("dynamic", "longrope")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN_TYPES = frozenset(_PLAIN)
+_DICTS = frozenset((dict, OrderedDict))
 _COMPUTED_WITH = {
     "training",
     "_parameters",
@@ -104,7 +107,9 @@ class _Reading:
         self.values.append((type(found), place))
         if known:
             return
-        if isinstance(found, torch.Tensor):
+        if type(found) in _DICTS:
+            self._visit_mapping(found)
+        elif isinstance(found, torch.Tensor):
             self._visit_tensor(found)
         elif isinstance(found, torch.nn.Module | PreTrainedConfig):
             # A copy, since another thread may add hooks to the model during the walk.
@@ -113,9 +118,7 @@ class _Reading:
             if isinstance(found, torch.nn.Module):
                 self.visit(type(found).forward)
         elif isinstance(found, Mapping):
-            # A cache's own hooks do not change what the model computes.
-            items = list(found.items())
-            self._visit_items(item for item in items if not isinstance(item[1], Hook))
+            self._visit_mapping(found)
         elif isinstance(found, list | tuple | AbstractSet):
             self._visit_items(enumerate(found))
         elif isinstance(found, np.ndarray) and not found.dtype.hasobject:
@@ -132,11 +135,24 @@ class _Reading:
             self.objects.append(found)
             self.values.append(id(found))
 
+    def _visit_mapping(self, found: Mapping[Any, Any]) -> None:
+        # A cache's own hooks do not change what the model computes.
+        items = [item for item in list(found.items()) if not isinstance(item[1], Hook)]
+        self._visit_items(items)
+
     def _visit_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        # Most of a model's attributes are plain, and this runs for each new text.
+        append, visit = self.values.append, self.visit
         for name, value in items:
-            self.visit(name)
-            self.visit(value)
-        self.values.append("end")
+            if type(name) in _PLAIN_TYPES:
+                append(name)
+            else:
+                visit(name)
+            if type(value) in _PLAIN_TYPES:
+                append(value)
+            else:
+                visit(value)
+        append("end")
 
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         version = 0 if tensor.is_inference() or not self._reads_bits else tensor._version

@@ -170,9 +170,3 @@ def test_batches_of_many_prompts_are_replayed_too(pair, family):
     assert cache.stats().steps_replayed > 9
     assert zero_state(cache)
     check(cache)
-
-
-def test_steps_of_recurrent_layers_are_replayed_only_if_asked_for(pair):
-    model, _, asked = pair("Mamba2")
-    assert asked.stats().why_not_replayed is None
-    assert "with graphs=True alone" in JaxkvCache(model, max_tokens=256).stats().why_not_replayed

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torch_bridge.transformers_cache import checksum as checksum_module
 from torch_bridge.transformers_cache.checksum import checksums, sum_on_device
 
 pytestmark = pytest.mark.torch
@@ -22,7 +23,7 @@ def of_the_host(tensor):
 
 
 def of_the_device(tensor):
-    return tuple(sum_on_device(tensor.contiguous().view(-1).view(torch.uint8)).tolist())
+    return int(sum_on_device([tensor.contiguous().view(-1).view(torch.uint8)]))
 
 
 @pytest.fixture(params=[of_the_host, of_the_device])
@@ -42,10 +43,10 @@ def test_every_element_of_every_dtype_counts(checksum, shape):
         assert checksum(tensor) == before
 
 
-@pytest.mark.parametrize("change", ["neg", "flip", "twice", "swap"])
+@pytest.mark.parametrize("change", ["neg", "flip", "twice", "swap", "swap rows of bytes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changes_that_keep_the_bits_together_count(checksum, change, dtype):
-    tensor = torch.randn(300, 400, generator=torch.Generator().manual_seed(2)).to(dtype)
+    tensor = torch.randn(400, 512, generator=torch.Generator().manual_seed(2)).to(dtype)
     other = tensor.clone()
     match change:
         case "neg":
@@ -56,6 +57,9 @@ def test_changes_that_keep_the_bits_together_count(checksum, change, dtype):
             other[0, :2] *= 2
         case "swap":
             other[[5, 6]] = other[[6, 5]]
+        case "swap rows of bytes":
+            # Whole rows of the first product, far apart.
+            other[[8, 328]] = other[[328, 8]]
     assert checksum(tensor) == checksum(tensor.clone())
     assert checksum(tensor) != checksum(other)
 
@@ -77,3 +81,22 @@ def test_a_tensor_that_torch_conjugates_when_it_is_read_has_the_checksum_of_what
 
 def test_an_empty_tensor_has_a_checksum(checksum):
     assert checksum(torch.zeros(0, 4)) == checksum(torch.zeros(0, 4))
+
+
+def test_a_device_sums_many_tensors_in_bounded_memory(monkeypatch):
+    """With pending sums of a few bytes, all are summed up again and again, and each bit and the order count."""
+    monkeypatch.setattr(checksum_module, "_PENDING", 4000)
+    monkeypatch.setattr(checksum_module, "_WORDS", 9_000)
+    draw = torch.Generator().manual_seed(3)
+    parts = [
+        torch.randint(0, 256, (size,), generator=draw, dtype=torch.uint8)
+        for size in (70_000, 0, 3, 35_000, 34_816, 100)
+    ]
+    before = int(sum_on_device(parts))
+    assert before == int(sum_on_device(parts))
+    assert before != int(sum_on_device(parts[::-1]))
+    for part in parts:
+        for place in {0, len(part) - 1} if len(part) else ():
+            part[place] += 1
+            assert int(sum_on_device(parts)) != before
+            part[place] -= 1
