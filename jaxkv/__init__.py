@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxkv.config.lora import LoraConfig
     from jaxkv.config.reasoning_tokens import ReasoningTokens
     from jaxkv.config.sampling import SamplingParams
+    from jaxkv.config.speculation import SpeculationConfig
     from jaxkv.config.structured_outputs import StructuredOutputs
     from jaxkv.generation import generate
     from jaxkv.llm import LLM
@@ -35,6 +36,7 @@ _HOMES = {
     "LoraConfig": "jaxkv.config.lora",
     "ReasoningTokens": "jaxkv.config.reasoning_tokens",
     "SamplingParams": "jaxkv.config.sampling",
+    "SpeculationConfig": "jaxkv.config.speculation",
     "StructuredOutputs": "jaxkv.config.structured_outputs",
     "generate": "jaxkv.generation",
     "load_model": "jaxkv.models.registry",
@@ -51,6 +53,7 @@ __all__ = [
     "LoraConfig",
     "ReasoningTokens",
     "SamplingParams",
+    "SpeculationConfig",
     "StructuredOutputs",
     "generate",
     "load_model",

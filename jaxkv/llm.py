@@ -23,6 +23,7 @@ from jaxkv.config.engine import EngineConfig, merge_configs
 from jaxkv.config.lora import LoraConfig, lora_of
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
+from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
@@ -208,6 +209,8 @@ class LLM:
             `SamplingParams.logits_processors`; see `LogitsProcessor`.
         lora: room for low-rank adapters that requests name in `SamplingParams.lora`, see `add_lora`; True for the
             defaults of `LoraConfig`.
+        speculation: drafts of the next tokens, which decode steps verify and which change no token; a field of `engine`
+            too.
         options: fields of `cache`, `engine` and `lora` under vLLM's names, such as `max_num_seqs`;
             `jaxkv.config.vllm_names` lists them. They replace what `cache`, `engine` and `lora` have.
 
@@ -238,10 +241,12 @@ class LLM:
         ignore_config_keys: Sequence[str] = (),
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         lora: LoraConfig | bool | None = None,
+        speculation: SpeculationConfig | None = None,
         **options: object,
     ) -> None:
         refuse_forked_user()
-        cache, engine = merge_configs(cache, engine, options, inspect.signature(LLM).parameters)
+        known = inspect.signature(LLM).parameters
+        cache, engine = merge_configs(cache, engine, options, known, speculation=speculation)
         room = lora_of(lora, options)
         _check_options(model, revision, load_format, strict=strict, progress=progress)
         self._draw_seed = _seed_source(seed)
@@ -289,6 +294,7 @@ class LLM:
         seed: int | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         lora: LoraConfig | bool | None = None,
+        speculation: SpeculationConfig | None = None,
         **options: object,
     ) -> "LLM":
         """Returns an `LLM` of a model and parameters that are in memory already, such as those of a trainer.
@@ -316,6 +322,7 @@ class LLM:
             seed: seed of the generator for requests without one.
             logits_processors: name -> function, which requests name in `SamplingParams.logits_processors`.
             lora: room for low-rank adapters that requests name.
+            speculation: drafts of the next tokens, which decode steps verify.
             options: fields of `cache`, `engine` and `lora` under vLLM's names.
 
         Raises:
@@ -326,7 +333,7 @@ class LLM:
         """
         refuse_forked_user()
         known = inspect.signature(cls.from_parts).parameters
-        cache, engine = merge_configs(cache, engine, options, known)
+        cache, engine = merge_configs(cache, engine, options, known, speculation=speculation)
         room = lora_of(lora, options)
         _check_options(None, None, "auto", strict=strict, progress=progress)
         if not isinstance(model, Model):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from jaxkv.config.cache import CacheConfig
+from jaxkv.config.speculation import METHODS, SpeculationConfig
 
 SIZES = (
     "N is a number such as 4096 or 8k: k, M, G and T are powers of 1024, so 8k is 8192. Bytes may be written 512MB or "
@@ -200,6 +201,35 @@ def cache_of(options: argparse.Namespace) -> CacheConfig:
         budget_bytes=options.cache_bytes,
         host_bytes=options.host_bytes,
     )
+
+
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of drafts; `speculation_of_options` reads them."""
+    parser.add_argument(
+        "--speculation",
+        choices=METHODS,
+        metavar="NAME",
+        help=f"who drafts the next tokens for steps to verify: {', '.join(METHODS)}; no token changes (default: none)",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        "--num-speculative-tokens",
+        type=size,
+        default=SpeculationConfig.tokens,
+        metavar="N",
+        help="most drafts of a sequence and step, with --speculation (default: %(default)s)",
+    )
+
+
+def speculation_of_options(options: argparse.Namespace) -> SpeculationConfig | None:
+    """Returns the drafts that the options of `add_speculation_options` describe; `None` for none.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    if options.speculation is None:
+        return None
+    return SpeculationConfig(method=options.speculation, tokens=options.draft_tokens)
 
 
 def add_processor_option(parser: argparse.ArgumentParser) -> None:

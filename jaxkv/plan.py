@@ -360,6 +360,7 @@ def _programs(
         grain=grain_of(model.implementation),
         checkpoints=_keeps_states(layout, model, cache, engine),
         lora=False,
+        drafts=0 if engine.speculation is None else engine.speculation.tokens,
     )
     singles = shapes.declare_all(Features())
     steps = choose_num_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)

@@ -20,6 +20,7 @@ PUBLIC = {
         "LoraConfig",
         "ReasoningTokens",
         "SamplingParams",
+        "SpeculationConfig",
         "StructuredOutputs",
         "generate",
         "load_model",

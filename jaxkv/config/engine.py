@@ -94,6 +94,8 @@ def merge_configs(
     engine: EngineConfig | None,
     options: Mapping[str, Any],
     beside: Iterable[str],
+    *,
+    speculation: object = None,
 ) -> tuple[CacheConfig, EngineConfig]:
     """Returns the two configurations of an `LLM`, with options under vLLM's names merged into them.
 
@@ -102,18 +104,26 @@ def merge_configs(
         engine: the user's configuration; `None` for the defaults.
         options: vLLM's option name -> value.
         beside: other options of `LLM`, for the message about an unknown option.
+        speculation: the option of this name, which is a field of `engine`; `None` if not given.
 
     Raises:
-        ValueError: a configuration is of another type, or an option is unknown or out of range.
+        ValueError: a configuration is of another type, an option is unknown or out of range, or speculation is given
+            twice.
     """
     cache, engine = cache or CacheConfig(), engine or EngineConfig()
     for name, given, kind in (("cache", cache, CacheConfig), ("engine", engine, EngineConfig)):
         if not isinstance(given, kind):
             raise ValueError(f"{name} must be of type {kind.__name__}, got {given!r}")
-    theirs = [alias.theirs for alias in ALIASES if alias.owner != "call"]
+    theirs = [alias.theirs for alias in ALIASES if alias.owner not in ("call", "SpeculationConfig")]
     for name in options:
         if name not in theirs:
             raise unknown_option("LLM", name, _spellings([*beside, *theirs]))
+    for given in (speculation, options.get("speculative_config")):
+        if given is None:
+            continue
+        if engine.speculation is not None:
+            raise ValueError("speculation is given twice; give it once, to LLM or to EngineConfig")
+        engine = replace(engine, speculation=speculation_of(given))
     return _changed(cache, options), _changed(engine, options)
 
 

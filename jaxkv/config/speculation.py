@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxkv.config.checks import as_int, check_fields
+from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
 
 METHODS = ("ngram",)
 
 
+@accepts_vllm_names
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Options of speculation, checked on construction. Drafts change no token of a request.
@@ -21,10 +23,10 @@ class SpeculationConfig:
     Attributes:
         method: "ngram" repeats what came after the last few tokens earlier in the prompt or output (prompt lookup); it
             needs no weights.
-        tokens: most drafts of a row in a step. Steps of more than 64 tokens verify none, because each token then costs
-            time: with 4 drafts, those of more than 12 rows.
-        longest_ngram: most tokens at the end of the text that are searched for earlier in it.
-        shortest_ngram: fewest such tokens.
+        tokens: most drafts of a row in a step (vLLM: num_speculative_tokens). Steps of more than 64 tokens verify none,
+            because each token then costs time: with 4 drafts, those of more than 12 rows.
+        longest_ngram: most tokens at the end of the text that are searched for earlier in it (vLLM: prompt_lookup_max).
+        shortest_ngram: fewest such tokens (vLLM: prompt_lookup_min).
 
     Raises:
         ValueError: a field is out of range or of the wrong type.
@@ -59,10 +61,5 @@ def speculation_of(value: object) -> SpeculationConfig | None:
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"speculation must be a SpeculationConfig, got {shown(value)}")
-    fields: dict[str, Any] = dict(value)
-    known = SpeculationConfig.__dataclass_fields__
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(
-            f"speculation has no option {shown(unknown[0])}; its options are {', '.join(known)}"
-        )
+    fields: dict[str, Any] = {str(name): each for name, each in value.items()}
     return SpeculationConfig(**fields)

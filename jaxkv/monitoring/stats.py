@@ -8,6 +8,7 @@ from jax.extend.backend import get_default_device
 from jaxkv.cache.kept_pages.stats import PrefixStats
 from jaxkv.cache.spec import Group
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.speculation.speculation import SpeculationStats
 from jaxkv.offload.entries import HostStats
 from jaxkv.runner.sequence_runner import SequenceRunner
 from pallas_kernels.dispatch import fallbacks
@@ -55,6 +56,7 @@ class Stats:
         wait_seconds: time that steps have waited for the device; the rest of a busy engine's time is the host's.
         recoveries: number of lost caches that were replaced.
         prefix: hits and evictions of the prefix cache; `None` if it is off.
+        speculation: drafted and accepted tokens by position; `None` without speculation.
         host_cache: memory of the host tier: "pinned_host", "pageable" (slower), "off", or "disabled: " and the reason.
         host: entries and transfers of the host tier; `None` if it is off.
         fallbacks: (op, implementation, reason) -> how often this process traced the op with another implementation for
@@ -76,6 +78,7 @@ class Stats:
     wait_seconds: float
     recoveries: int
     prefix: PrefixStats | None
+    speculation: SpeculationStats | None
     host_cache: str
     host: HostStats | None
     fallbacks: Mapping[tuple[str, str, str], int]
@@ -102,6 +105,7 @@ def collect_stats(engine: Engine) -> Stats:
         wait_seconds=engine.wait_seconds,
         recoveries=engine.recoveries,
         prefix=None if engine.prefix is None else engine.prefix.stats,
+        speculation=None if engine.speculation is None else engine.speculation.stats,
         host_cache=engine.why_no_host if engine.host is None else engine.host.kind,
         host=None if engine.host is None else engine.host.stats,
         fallbacks=fallbacks(),

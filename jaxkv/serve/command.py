@@ -15,9 +15,11 @@ from jaxkv.config.lora import LoraConfig
 from jaxkv.options import (
     add_processor_option,
     add_serving_options,
+    add_speculation_options,
     cache_of,
     processor_places,
     size,
+    speculation_of_options,
 )
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.terminal import Screen
@@ -109,6 +111,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="dummy draws random weights, for measurements (default: %(default)s)",
     )
     add_processor_option(parser)
+    add_speculation_options(parser)
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),
@@ -334,7 +337,9 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
     from jaxkv.serve.wire import Start
 
     engine = EngineConfig(
-        token_budget=options.token_budget, prefix_cache=not options.no_prefix_cache
+        token_budget=options.token_budget,
+        prefix_cache=not options.no_prefix_cache,
+        speculation=speculation_of_options(options),
     )
     return Start(
         model=options.model,

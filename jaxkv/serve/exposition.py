@@ -77,6 +77,34 @@ class _Metrics(Collector):
             "Prompt tokens that were found in the prefix cache.",
             prefix["tokens_reused"],
         )
+        if stats["speculation"] is not None:
+            yield from self._of_speculation(stats["speculation"])
+
+    def _of_speculation(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        drafted, accepted = stats["drafted"], stats["accepted"]
+        yield self._counter(
+            "vllm:spec_decode_num_drafts", "Rows of steps that verified drafts.", drafted[0]
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", sum(drafted)
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", sum(accepted)
+        )
+        names = [name for name, _ in self._labels]
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by their position behind a row's next token, from 0.",
+            labels=[*names, "position"],
+        )
+        for position, count in enumerate(accepted):
+            by_position.add_metric([*self._values(), str(position)], count)
+        yield by_position
+        yield self._gauge(
+            "jaxkv:drafts_paused",
+            "1 while too few drafts are accepted to go on.",
+            stats["is_paused"],
+        )
 
     def _of_requests(self, done: Recorder) -> Iterator[Metric]:
         yield self._counter("vllm:prompt_tokens", "Tokens of prompts.", done.prompt_tokens)

@@ -45,7 +45,7 @@ def test_the_table_in_the_readme_is_the_table_in_code():
     [
         (lambda: LLM(num_seqs=4), "the closest is max_num_seqs"),
         (lambda: LLM(temperature=0), r"the closest is SamplingParams\(temperature=\.\.\.\)"),
-        (lambda: LLM(zzz=0), "its options are model, revision, dtype, .*, batch_invariant$"),
+        (lambda: LLM(zzz=0), "its options are model, revision, dtype, .*, speculative_config$"),
         (lambda: LLM(page_size=4), r"the closest is cache=CacheConfig\(page_size=\.\.\.\)"),
         (lambda: LLM(max_length=4), "the closest is max_model_len"),
         (lambda: LLM(trust_remote_code=True), "nothing in a model directory is executed"),

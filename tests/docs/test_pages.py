@@ -71,7 +71,7 @@ NEEDS_SERVER = ("docs/how-to/benchmark.md",)
 # Pages whose commands look into a server and a file.
 NEEDS_LOOKED_AT = ("docs/how-to/dashboard.md",)
 # Pages that take ten seconds.
-LONG = ("docs/how-to/command-line.md", "docs/how-to/trainer.md")
+LONG = ("docs/how-to/command-line.md", "docs/how-to/speculation.md", "docs/how-to/trainer.md")
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {
     "docs/how-to/serve.md": nothing_compiles_after_the_warm_up,

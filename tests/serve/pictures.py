@@ -12,6 +12,7 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.variants import place
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
+from jaxkv.engine.speculation.speculation import SpeculationStats
 from jaxkv.offload.entries import HostStats
 
 _KEY = (ArraySpec("key", (3,), "uint8"),)
@@ -79,6 +80,11 @@ def fake_stats():
         "steps": 4242,
         "wait_seconds": 2.5,
         "recoveries": 0,
+        "speculation": asdict(
+            SpeculationStats(
+                drafted=(300, 200), accepted=(210, 90), steps=180, pauses=1, is_paused=False
+            )
+        ),
         "prefix": asdict(PrefixStats(hits=20, misses=14, tokens_reused=2100, tokens_computed=9800)),
         "host_cache": "pinned_host",
         "host": asdict(

@@ -3,11 +3,14 @@
 import socket
 import subprocess
 
+import msgspec
 import pytest
 
+from jaxkv import EngineConfig, SpeculationConfig
 from jaxkv.cli import _parser, main
 from jaxkv.serve import command
 from jaxkv.serve.listener import open_listener, url_of
+from jaxkv.serve.wire import Start
 
 KEY = "a-key-of-many-characters"
 
@@ -131,6 +134,13 @@ def test_this_machine_alone_needs_no_key(host):
 
 def test_other_machines_may_come_with_a_key():
     open_listener("0.0.0.0", 0, has_keys=True).close()
+
+
+def test_drafts_reach_the_engine_process():
+    start = command._start(command_options(["--speculation", "ngram", "--draft-tokens", "3"]))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=Start)
+    assert EngineConfig(**sent.engine).speculation == SpeculationConfig(tokens=3)
+    assert "speculation" not in command._start(command_options([])).engine
 
 
 def test_what_differs_from_the_defaults_is_sent_to_the_engine():

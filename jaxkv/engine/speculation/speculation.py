@@ -42,6 +42,18 @@ class SpeculationStats:
     pauses: int
     is_paused: bool
 
+    def __str__(self) -> str:
+        """Returns the share of accepted drafts at each position, in one line."""
+        shares = [
+            f"{accepted / drafted:.0%}" if drafted else "-"
+            for drafted, accepted in zip(self.drafted, self.accepted, strict=True)
+        ]
+        state = "paused" if self.is_paused else "on"
+        return (
+            f"drafts are {state}: {sum(self.accepted):,} of {sum(self.drafted):,} accepted, by position "
+            f"{', '.join(shares)}; {self.steps:,} steps, {self.pauses:,} pauses"
+        )
+
 
 class Speculation:
     """Drafts for the steps of one engine.

@@ -62,6 +62,12 @@ def _figures(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{_share(prefix['tokens_reused'], asked)} of {asked:,} prompt tokens found, "
             f"{prefix['evictions']:,} pages evicted, {view['checkpoints']:,} checkpoints",
         )
+    if (drafts := stats["speculation"]) is not None:
+        drafted, accepted = sum(drafts["drafted"]), sum(drafts["accepted"])
+        yield (
+            "drafts",
+            f"{_share(accepted, drafted)} of {drafted:,} accepted, {drafts['pauses']:,} pauses",
+        )
     host = stats["host"]
     if host is None:
         yield "host tier", str(stats["host_cache"])

@@ -98,6 +98,11 @@ def test_metrics_count_what_was_served():
         assert value("vllm:prefix_cache_hits_total") == reused
         assert value("vllm:prefix_cache_queries_total") == reused + computed
         assert value("jaxkv:cache_units", group="gqa", state="kept") == pages["kept"]
+        assert value("vllm:spec_decode_num_drafts_total") == 300
+        assert value("vllm:spec_decode_num_draft_tokens_total") == 500
+        assert value("vllm:spec_decode_num_accepted_tokens_total") == 300
+        assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1") == 90
+        assert value("jaxkv:drafts_paused") == 0
         assert value("jaxkv:programs") == stats["programs"]
         assert value("jaxkv:host_written_total") == stats["host"]["written"]
 
@@ -107,6 +112,7 @@ def test_metrics_count_what_was_served():
 def test_metrics_do_without_a_prefix_cache_and_a_host_tier():
     async def work(server):
         server.engine.stats |= {"prefix": None, "host": None, "host_cache": "off"}
+        server.engine.stats |= {"speculation": None}
         found = await scraped(server)
         assert found["vllm:prefix_cache_queries_total"][0].value == 0
         assert not [name for name in found if name.startswith("jaxkv:host")]
