@@ -8,9 +8,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of e2m1 by their lower three bits; the fourth is the sign (OCP Microscaling Formats 1.0)."""
-
 
 class Code(NamedTuple):
     """How a code stands for a number, before its scale.
@@ -86,8 +83,7 @@ class FewBits:
             return self.codes.astype(jnp.float32)
         pairs = jnp.stack((self.codes & 15, self.codes >> 4), axis=-1).reshape(self.shape)
         if code.is_float:
-            magnitude = jnp.asarray(E2M1, jnp.float32)[pairs & 7]
-            return jnp.where(pairs >> 3 == 1, -magnitude, magnitude)
+            return _of_e2m1(pairs.astype(jnp.int32))
         zeros = jnp.float32(8)
         if self.zeros is not None:
             zeros = jnp.repeat(self.zeros.astype(jnp.float32), self.group, axis=-1)
@@ -97,3 +93,14 @@ class FewBits:
         """Returns the weight, computed in float32 and rounded once; its columns are those of the codes, see `order`."""
         scales = jnp.repeat(self.scales.astype(jnp.float32), self.group, axis=-1)
         return (self.numbers() * scales).astype(dtype)
+
+
+def _of_e2m1(codes: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the numbers of e2m1 codes (OCP Microscaling Formats 1.0): sign, two bits of exponent, one of mantissa.
+
+    Without a table, because a kernel that is interpreted cannot capture one.
+    """
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    halves = jnp.where(exponent == 0, mantissa, (2 + mantissa << exponent) >> 1)
+    numbers = halves.astype(jnp.float32) * 0.5
+    return jnp.where(codes >> 3 == 1, -numbers, numbers)

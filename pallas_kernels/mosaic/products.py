@@ -73,16 +73,18 @@ def start_product(left: Ref, right: Ref, part: int, parts: int, *, interpret: bo
         nvvm.wgmma_fence_aligned()
         sums: list[Value] = []
         for step in range(part * steps, (part + 1) * steps):
-            operands = [_descriptor(operand, step) for operand in (left, right)]
+            operands = [
+                descriptor(operand, step * _STEP, ROW_TILE * WIDTH) for operand in (left, right)
+            ]
             sums = _multiply(sums, operands, columns)
         nvvm.wgmma_commit_group_sync_aligned()
-        return _in_layout(sums, columns)
+        return in_layout(sums, columns)
 
     return run(left, right)
 
 
-def wait_for(*products: Array, interpret: bool) -> tuple[Array, ...]:
-    """Waits for all issued wgmma groups and returns the products, now valid."""
+def wait_for(*products: Array, interpret: bool, pending: int = 0) -> tuple[Array, ...]:
+    """Waits for issued wgmma groups, but the last `pending`, and returns the products, now valid."""
     if interpret:
         return products
     result = tuple(
@@ -91,22 +93,27 @@ def wait_for(*products: Array, interpret: bool) -> tuple[Array, ...]:
 
     @inline(arg_types=(WGMMA,) * len(products), return_type=result)
     def run(_: Value, *products: Value) -> Value:
-        nvvm.wgmma_wait_group_sync_aligned(0)
+        nvvm.wgmma_wait_group_sync_aligned(pending)
         # The barrier keeps the compiler from moving uses of the registers above the wait.
         return tuple(_fragments.optimization_barrier(product) for product in products)
 
     return run(*products)
 
 
-def _descriptor(operand: Value, step: int) -> Value:
-    """Returns the matrix descriptor of an operand's columns for one instruction."""
+def descriptor(operand: Value, offset: int, tile_bytes: int) -> Value:
+    """Returns the matrix descriptor of an operand in shared memory, swizzled by 128 bytes, for one instruction.
+
+    Args:
+        operand: the operand, whose tiles are 8 rows of 128 bytes.
+        offset: bytes from its start to the first column of the instruction.
+        tile_bytes: bytes from a tile to that of the next eight rows.
+    """
     i64 = ir.IntegerType.get_signless(64)
     start = llvm.ptrtoint(i64, utils.memref_ptr(operand))
     flags = llvm.IntegerOverflowFlags.none
-    start = llvm.add(start, utils.c(step * _STEP, i64), overflow_flags=flags)
+    start = llvm.add(start, utils.c(offset, i64), overflow_flags=flags)
     place = llvm.lshr(llvm.and_(start, utils.c(_ADDRESSES - 1, i64)), utils.c(_UNIT_BITS, i64))
-    stride = ROW_TILE * WIDTH >> _UNIT_BITS
-    fixed = stride << _STRIDE_BIT | _SWIZZLED_BY_128 << _SWIZZLE_BIT
+    fixed = tile_bytes >> _UNIT_BITS << _STRIDE_BIT | _SWIZZLED_BY_128 << _SWIZZLE_BIT
     return llvm.or_(place, utils.c(fixed, i64))
 
 
@@ -127,7 +134,7 @@ def _multiply(sums: list[Value], operands: list[Value], columns: int) -> list[Va
     return [llvm.extractvalue(f32, found, [place]) for place in range(count)]
 
 
-def _in_layout(numbers: list[Value], columns: int) -> Value:
+def in_layout(numbers: list[Value], columns: int) -> Value:
     """Returns an array of the accumulator's registers, given in the order of the wgmma instruction."""
     layout = _fragments.WGMMA_LAYOUT_ACC_32BIT
     kind = ir.VectorType.get((1,), ir.F32Type.get())

@@ -77,11 +77,17 @@ class Block:
         for fold in range(s.folds):
             chunk = (self.share * self.turns + turn) * s.folds + fold
             inner = pl.ds(pl.multiple_of(chunk * s.chunk(g), g.piece), s.chunk(g))
+            octets = s.chunk(g) * g.bits // 8
+            stored = (
+                inner
+                if g.packing is None
+                else pl.ds(pl.multiple_of(chunk * octets, g.piece_bytes), octets)
+            )
             for part in range(g.parts):
                 rows = pl.multiple_of(column + part * g.out, ROW_TILE)
                 place = (fold * g.parts + part) * s.columns
                 plgpu.copy_gmem_to_smem(
-                    refs["weight"].at[pl.ds(rows, s.columns), inner],
+                    refs["weight"].at[pl.ds(rows, s.columns), stored],
                     refs["weights"].at[slot, pl.ds(place, s.columns)],
                     arrived,
                 )

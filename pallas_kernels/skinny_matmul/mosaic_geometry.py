@@ -1,7 +1,8 @@
 """Geometry of the `skinny_matmul` kernel: sizes, dtypes and limits; host code."""
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, gcd
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -9,12 +10,58 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.fixed_order import is_fixed
-from pallas_kernels.formats.eight_bit import LARGEST
-from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits import CODES, FewBits
+from pallas_kernels.mosaic.few_bits import SCALES, UNIT
+from pallas_kernels.mosaic.tiles import swizzle_of
 
 MOST_ROWS = 64
-# Bytes of a row of the weight in one piece, which is the widest swizzle; and 16-bit elements of x in as many bytes.
-PIECE_BYTES, PIECE = 128, 64
+# Columns of x that a row of a swizzled tile has, so that a piece has a multiple of them.
+_COLUMNS = 64
+# Most columns of a weight in few bits whose sums are scaled at once; their left operands fill 32 registers.
+_SPAN = 128
+
+
+class Packing(NamedTuple):
+    """The form of a weight in few bits.
+
+    Attributes:
+        code: name in `CODES`.
+        group: columns per scale.
+        groups: scales per row.
+        scales: dtype of the scales.
+        has_zeros: whether there are zero points.
+    """
+
+    code: str
+    group: int
+    groups: int
+    scales: str
+    has_zeros: bool
+
+    @classmethod
+    def of(cls, weight: FewBits) -> "Packing":
+        """Returns the form of a weight."""
+        scales = jnp.dtype(weight.scales.dtype).name
+        groups = weight.scales.shape[-1]
+        return cls(weight.code, weight.group, groups, scales, weight.zeros is not None)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return CODES[self.code].bits
+
+    @property
+    def span(self) -> int:
+        """Columns whose sums are scaled at once."""
+        return _SPAN if self.groups == 1 else gcd(self.group, _SPAN)
+
+    def refusal(self) -> str | None:
+        """Returns why a kernel cannot multiply such a weight, or `None` if it can."""
+        if self.scales not in SCALES:
+            return f"scales must be one of {', '.join(SCALES)}, got {self.scales}"
+        if self.span % UNIT:
+            return f"a scale must be that of a multiple of {UNIT} columns, got {self.group}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -27,7 +74,7 @@ class Geometry:
         inner: size of the contraction.
         gated: whether the weight has two rows for each column, those of the gates first.
         dtype: dtype of x.
-        stored: dtype of the weight.
+        packing: form of a weight in few bits; `None` for one of x's dtype.
     """
 
     rows: int
@@ -35,44 +82,44 @@ class Geometry:
     inner: int
     gated: bool
     dtype: DTypeLike
-    stored: DTypeLike
+    packing: Packing | None = None
 
     @classmethod
     def of(cls, weight: ArrayOrStruct | FewBits, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
         """Returns the geometry of these arrays."""
         out = weight.shape[0] // (2 if gated else 1)
         rows = min(x.shape[0], MOST_ROWS) if is_fixed() else x.shape[0]
-        stored = x.dtype if isinstance(weight, FewBits) else weight.dtype
-        return cls(rows, out, x.shape[1], gated, x.dtype, stored)
+        packing = Packing.of(weight) if isinstance(weight, FewBits) else None
+        return cls(rows, out, x.shape[1], gated, x.dtype, packing)
 
     def refusal(self) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
         if self.dtype not in (jnp.bfloat16, jnp.float16):
             return f"x must be bfloat16 or float16, got {self.dtype}"
-        if self.stored != self.dtype and not self.packed:
-            return f"the weight must have x's dtype, {self.dtype}, or 8 bits, got {self.stored}"
         if self.rows > MOST_ROWS:
             return f"at most {MOST_ROWS} rows, got {self.rows}"
-        if self.inner % self.piece:
-            return f"the inner size must be a multiple of {self.piece}, got {self.inner}"
+        if self.inner % _COLUMNS:
+            return f"the inner size must be a multiple of {_COLUMNS}, got {self.inner}"
+        if self.packing is not None and (problem := self.packing.refusal()) is not None:
+            return problem
         if self.out % ROW_TILE or self.out < WGMMA_ROWS:
             return f"the result must have a multiple of {ROW_TILE} columns, at least {WGMMA_ROWS}, got {self.out}"
         return None
 
     @property
-    def packed(self) -> bool:
-        """Whether the weight has 8 bits, which the kernel converts to float16 in registers."""
-        return jnp.dtype(self.stored).name in LARGEST
+    def bits(self) -> int:
+        """Bits of a number of the weight."""
+        return 16 if self.packing is None else self.packing.bits
 
     @property
-    def operand(self) -> DTypeLike:
-        """Dtype of wgmma operands. 8-bit values become float16, since no instruction converts them to bfloat16."""
-        return jnp.dtype(jnp.float16) if self.packed else self.dtype
+    def piece_bytes(self) -> int:
+        """Bytes of a row of the weight in one piece, which is the widest swizzle that divides the row."""
+        return swizzle_of(self.inner * self.bits // 8)
 
     @property
     def piece(self) -> int:
-        """Elements of a row of the weight in one piece."""
-        return PIECE_BYTES // jnp.dtype(self.stored).itemsize
+        """Numbers of a row of the weight in one piece."""
+        return self.piece_bytes * 8 // self.bits
 
     @property
     def parts(self) -> int:
@@ -87,4 +134,4 @@ class Geometry:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight."""
-        return self.parts * self.out * self.inner * jnp.dtype(self.stored).itemsize
+        return self.parts * self.out * self.inner * self.bits // 8

@@ -34,8 +34,6 @@ def refusal(arrays: MatmulArrays, options: MatmulOptions) -> str | None:
     activation = options.activation
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-    if isinstance(arrays.weight, FewBits):
-        return "weights in few bits are multiplied by XLA"
     return Geometry.of(arrays.weight, arrays.x, gated=options.gated).refusal()
 
 
@@ -96,7 +94,7 @@ def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
 @partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret"))
 def multiply(
-    weight: Shaped[Array, "weights inner"],
+    weight: Shaped[Array, "weights inner"] | FewBits,
     x: Float[Array, "rows inner"],
     extras: Mapping[str, Array | None],
     *,
@@ -114,7 +112,7 @@ def multiply(
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
     in_kernel = ending if schedule.splits == 1 else Ending(jnp.float32)
     kernel = Kernel(geometry, schedule, in_kernel, groups).build(interpret)
-    found = kernel(weight, x, *(extras[name] for name in in_kernel.inputs))
+    found = kernel(*jax.tree.leaves(weight), x, *(extras[name] for name in in_kernel.inputs))
     if groups > 1:
         out, *more = found
         return [

@@ -18,11 +18,13 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.device import ROW_TILE
+from pallas_kernels.formats.few_bits import CODES
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.skinny_matmul.mosaic_block import Block
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
+from pallas_kernels.skinny_matmul.mosaic_few_bits import multiply_few_bits
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import shared
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
@@ -46,7 +48,7 @@ class Kernel:
     groups: int = 1
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
-        """Returns the function of weight, x and the epilogue's inputs that launches the kernel.
+        """Returns the function of the weight's arrays, x and the epilogue's inputs that launches the kernel.
 
         It returns the outputs of the epilogue (`Ending.outputs`); sums of squares have shape [tiles, rows].
         """
@@ -81,9 +83,13 @@ class Kernel:
     def _scratch(self) -> dict[str, Any]:
         g, s = self.geometry, self.schedule
 
-        def slots(rows: int, dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
-            shape, transforms = (s.stages, rows, s.chunk(g)), swizzled(s.chunk(g), dtype)
-            return plgpu.SMEM(shape, dtype, transforms=transforms)
+        def slots(rows: int, width: int, dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
+            transforms = swizzled(width, dtype)
+            return plgpu.SMEM((s.stages, rows, width), dtype, transforms=transforms)
+
+        stored, octets = g.dtype, s.chunk(g)
+        if g.packing is not None:
+            stored, octets = CODES[g.packing.code].stored, s.chunk(g) * g.bits // 8
 
         copies = s.folds * (g.parts + 1)
         factors = (
@@ -94,18 +100,22 @@ class Kernel:
         return {
             **factors,
             **(shared(g, s) if s.cluster > 1 else {}),
-            "weights": slots(s.height(g), g.stored),
-            "inputs": slots(s.width(g), g.operand),
+            "weights": slots(s.height(g), octets, stored),
+            "inputs": slots(s.width(g), s.chunk(g), g.dtype),
             "sums": plgpu.SMEM((s.height(g), s.folds * s.window(g) + PADDING), jnp.float32),
             "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         }
 
     def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
-        names = ["weight", "x", *self.ending.inputs, *self.ending.outputs]
+        packing = self.geometry.packing
+        parts = [] if packing is None else ["scales", "zeros"][: 1 + packing.has_zeros]
+        names = ["weight", *parts, "x", *self.ending.inputs, *self.ending.outputs]
         named = dict(zip(names, refs, strict=True))
         first = None
         if self.groups > 1:
             # Each group has `MOST_ROWS` rows.
             first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
         block = Block(self.geometry, self.schedule, self.ending, named | scratch, first)
-        block.run(multiply_wide)
+        block.run(
+            multiply_wide if packing is None else partial(multiply_few_bits, interpret=interpret)
+        )

@@ -20,13 +20,15 @@ from pallas_kernels.device import (
     WGMMA_ROWS,
 )
 from pallas_kernels.fixed_order import is_fixed
-from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS, PIECE_BYTES, Geometry
+from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS, Geometry
 from pallas_kernels.tuning import choose
 
 # Most columns (N) of one wgmma.
 _MOST_WIDTH = 256
 # Most accumulator elements of a warpgroup: 128 registers per thread.
 _MOST_SUMS = 16384
+# With a weight in few bits, whose left operands and unscaled sums also take registers.
+_MOST_WIDTH_OF_FEW_BITS, _MOST_SUMS_OF_FEW_BITS = 64, 8192
 # Padding elements after each row of sums in shared memory, against bank conflicts along a column.
 PADDING = 2
 # Shared memory of mbarriers, and of Mosaic's own scratch.
@@ -46,6 +48,8 @@ _CHEAP_FOLDS = 4
 # Wanted number of blocks: for up to 8 rows of a large weight, otherwise for few rows, and for many rows.
 _ENOUGH_BLOCKS = (200, 128, 96)
 _LARGE_BYTES = 24 * 2**20
+# Most stages: barriers of one group.
+_MOST_STAGES = 32
 # Least stages with which chunks of two pieces, which take fewer copies, are faster.
 _LEAST_STAGES = 3
 
@@ -60,7 +64,7 @@ class Schedule:
         columns: columns of the result per tile.
         folds: number of chunks that are stacked in one turn, so that few columns fill the 64 rows of a product; their
             sums are added at the end.
-        depth: pieces of 128 bytes of a row of the weight per chunk.
+        depth: pieces (of 128 bytes, if they divide it) of a row of the weight per chunk.
         stages: pipeline stages (slots), the turns in flight.
         splits: split-K parts of a tile's contraction that XLA adds up.
         blocks: most blocks per split; with fewer blocks than tiles each processes several.
@@ -139,7 +143,7 @@ class Schedule:
         depth = 2 if deep else 1
         slots = room // (depth * empty.slot_bytes(geometry))
         steps = empty.turns_per_tile(geometry) * ceil(tiles / blocks) // depth
-        stages = max(1, min(slots, steps))
+        stages = max(1, min(slots, steps, _MOST_STAGES))
         return replace(empty, depth=depth, stages=stages, blocks=blocks)
 
     def refusal(self, geometry: Geometry) -> str | None:
@@ -153,14 +157,17 @@ class Schedule:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
         if height % WGMMA_ROWS:
             return f"a turn must hold a multiple of {WGMMA_ROWS} rows of the weight, got {height}"
-        if width > _MOST_WIDTH or height * width > _MOST_SUMS:
+        widest, most = _MOST_WIDTH, _MOST_SUMS
+        if geometry.packing is not None:
+            widest, most = _MOST_WIDTH_OF_FEW_BITS, _MOST_SUMS_OF_FEW_BITS
+        if width > widest or height * width > most:
             return f"{height} x {width} sums do not fit in a warpgroup's registers"
         chunk = self.chunk(geometry)
         if geometry.inner % (chunk * self.folds * self.shares):
             return f"a contraction of {geometry.inner} is not a multiple of {self.shares} x {self.folds} x {chunk}"
         turns = self.turns_per_tile(geometry) * self.tiles_per_block(geometry)
-        if self.stages == 1 and turns > 1 and not geometry.packed:
-            return f"a stage is refilled one turn after its read, so {turns} turns need two slots, got one"
+        if self.stages == 1 and turns > 1:
+            return f"a stage is refilled while the next one is read, so {turns} turns need two slots, got one"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
         return self._refusal_of_windows(geometry)
@@ -169,8 +176,12 @@ class Schedule:
         """Returns why the schedule's clusters or passes are not supported, or `None` if they are."""
         if self.cluster > MAX_CLUSTER or min(self.cluster, max(self.passes, self.splits)) > 1:
             return f"a cluster has at most {MAX_CLUSTER} blocks, one pass and no splits, got {self}"
-        if max(self.cluster, self.passes) > 1 and (self.folds > 1 or geometry.packed):
-            return f"clusters and passes support neither folds nor 8-bit weights, got {self}"
+        if max(self.cluster, self.passes) > 1 and self.folds > 1:
+            return f"clusters and passes support no folds, got {self}"
+        if self.cluster > 1 and geometry.packing is not None and self.height(geometry) > WGMMA_ROWS:
+            return (
+                f"with a weight in few bits a cluster computes {WGMMA_ROWS} rows of it, got {self}"
+            )
         if self.cluster > 1 and (self.tiles_per_block(geometry) > 1 or geometry.rows <= ROW_TILE):
             return f"a cluster needs one tile per block and more than {ROW_TILE} rows, got {self}"
         return None
@@ -215,7 +226,7 @@ class Schedule:
 
     def slot_bytes(self, geometry: Geometry) -> int:
         """Returns the bytes of one stage."""
-        weights = self.height(geometry) * PIECE_BYTES * self.depth
+        weights = self.height(geometry) * geometry.piece_bytes * self.depth
         return weights + 2 * self.width(geometry) * self.chunk(geometry)
 
     def shared_bytes(self, geometry: Geometry) -> int:
@@ -236,7 +247,9 @@ class Schedule:
 def shape_class(geometry: Geometry) -> str:
     """Returns the shape class, the key of tuned schedules."""
     gated = " gated" if geometry.gated else ""
-    return f"rows {geometry.padded_rows} {geometry.inner} -> {geometry.out}{gated} {jnp.dtype(geometry.stored).name}"
+    packing = geometry.packing
+    form = jnp.dtype(geometry.dtype).name if packing is None else f"{packing.code} {packing.group}"
+    return f"rows {geometry.padded_rows} {geometry.inner} -> {geometry.out}{gated} {form}"
 
 
 class _Cut(NamedTuple):
@@ -251,7 +264,7 @@ class _Cut(NamedTuple):
 
 def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
     """Returns the preferred cut for 33 rows or more, if clusters or passes apply; else an empty list."""
-    if geometry.rows <= _SOME_ROWS or geometry.packed:
+    if geometry.rows <= _SOME_ROWS or geometry.packing is not None:
         return []
     tiles = ceil(geometry.out / WGMMA_ROWS)
     if geometry.gated:
@@ -268,11 +281,12 @@ def _cuts(geometry: Geometry) -> list[_Cut]:
     few = geometry.rows <= _FEW_ROWS
     widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
     stacked = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
+    paired = [_Cut(WGMMA_ROWS, cluster=MAX_CLUSTER)] if geometry.packing is not None else []
     split = [stacked[0]._replace(splits=count) for count in (2, 4, 8)]
-    cuts = stacked if few else [*stacked[:2], *split]
+    cuts = stacked if few else [*stacked[:2], *paired, *split]
     large = geometry.weight_bytes > _LARGE_BYTES and geometry.padded_rows == ROW_TILE
     wanted = _ENOUGH_BLOCKS[2 if not few else 0 if large else 1]
-    blocks = {cut: ceil(geometry.out / cut.columns) * cut.splits for cut in cuts}
+    blocks = {cut: ceil(geometry.out / cut.columns) * cut.splits * cut.cluster for cut in cuts}
     # Eight folds fetch as much of x as of the weight, which costs more than additional blocks gain.
     least = {cut: _ENOUGH_BLOCKS[1] if cut.folds == _CHEAP_FOLDS else wanted for cut in cuts}
     enough = [cut for cut in cuts if blocks[cut] >= min(wanted, least[cut])]

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.fixed_order import fixed_order
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES, Case
@@ -16,6 +17,7 @@ from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.tuning import trying
 from tests.pallas_kernels.contract import bits, by_name, device
+from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle
 from tests.tolerances import assert_output
 
@@ -88,7 +90,7 @@ def test_interpreted_rows_do_not_see_each_other():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_rules_fit_every_case_into_one_wave(case):
     """All blocks of a real shape are at work at once, and each of them does as much as the others."""
-    geometry = Geometry(case.rows, case.out, case.inner, case.gated, BFLOAT16, BFLOAT16)
+    geometry = Geometry(case.rows, case.out, case.inner, case.gated, BFLOAT16)
     if geometry.refusal() is not None or not case.rows:
         pytest.skip("the kernel does not take it")
     schedule = Schedule.by_rule(geometry)
@@ -115,7 +117,7 @@ def test_the_rules_fit_every_case_into_one_wave(case):
 def test_many_rows_take_clusters_where_inner_is_long_and_passes_where_gates_are_wide(
     rows, inner, out, gated, columns, folds, depth, cluster, eight
 ):
-    geometry = Geometry(rows, out, inner, gated, BFLOAT16, BFLOAT16)
+    geometry = Geometry(rows, out, inner, gated, BFLOAT16)
     found = Schedule.by_rule(geometry)
     assert (found.columns, found.folds, found.depth, found.splits) == (columns, folds, depth, 1)
     assert (found.cluster, found.window(geometry) == 8) == (cluster, eight)
@@ -127,7 +129,7 @@ def test_many_rows_take_clusters_where_inner_is_long_and_passes_where_gates_are_
     ("inner", "out", "folds"), [(8192, 2560, 4), (4096, 4096, 4), (3072, 1024, 8), (2048, 8192, 2)]
 )
 def test_a_weight_is_folded_eight_times_only_where_four_leave_the_card_idle(inner, out, folds):
-    found = Schedule.by_rule(Geometry(8, out, inner, False, BFLOAT16, BFLOAT16))
+    found = Schedule.by_rule(Geometry(8, out, inner, False, BFLOAT16))
     assert (found.folds, found.columns, found.splits) == (folds, 64 // folds, 1)
 
 
@@ -137,7 +139,7 @@ def test_a_schedule_without_a_second_slot_is_never_chosen(rows, columns):
 
     With a single one the second turn would wait for what nobody has sent for.
     """
-    geometry = Geometry(rows, 17408, 4096, True, BFLOAT16, BFLOAT16)
+    geometry = Geometry(rows, 17408, 4096, True, BFLOAT16)
     found = Schedule.by_rule(geometry)
     assert (found.columns, found.cluster, found.passes) == (columns, 1, 1)
     assert found.stages > 1
@@ -172,7 +174,7 @@ class Sums:
 @pytest.mark.parametrize("rows", [9, 16, 17, 33, 40, 57, 64])
 def test_each_block_of_a_cluster_ends_its_rows_once_with_the_sums_of_both(rows, monkeypatch):
     """In NumPy, since no interpreter knows a cluster's stores; each block's barrier counts all that comes."""
-    geometry = Geometry(rows, 64, 256, False, BFLOAT16, BFLOAT16)
+    geometry = Geometry(rows, 64, 256, False, BFLOAT16)
     schedule = Schedule(64, 1, 1, 2, 1, 1, 2)
     assert schedule.refusal(geometry) is None
     arrivals = mosaic_join.shared(geometry, schedule)["shares_arrived"].num_arrivals
@@ -212,7 +214,7 @@ def test_each_block_of_a_cluster_ends_its_rows_once_with_the_sums_of_both(rows, 
 
 def test_a_tuned_schedule_may_leave_out_clusters_and_passes():
     """Whoever wrote it knew neither; what names another field, or cannot run, is passed over."""
-    geometry = Geometry(64, 4096, 14336, False, BFLOAT16, BFLOAT16)
+    geometry = Geometry(64, 4096, 14336, False, BFLOAT16)
     ruled = Schedule.of(geometry)
     fields = {"columns": 64, "folds": 1, "depth": 1, "stages": 3, "splits": 2, "blocks": 64}
     given = {
@@ -252,10 +254,69 @@ def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, races):
     assert not races()
 
 
+FEW_BITS = {
+    "e4m3 by row": (3, 512, (32, 2, 1, 2, 1, 9)),
+    "e4m3 by 128": (9, 256, (64, 1, 1, 2, 1, 1)),
+    "int8 by 32": (3, 448, (64, 1, 1, 3, 1, 9)),
+    "int4 by 128": (17, 512, (64, 1, 1, 2, 1, 9, 2)),
+    "int4 by 128, zeros": (2, 1024, (16, 4, 1, 2, 1, 9)),
+    "int4 by 64, zeros": (40, 448, (64, 1, 1, 2, 1, 1)),
+    "mxfp4": (3, 320, (64, 1, 1, 2, 1, 9)),
+}
+
+
+@pytest.mark.parametrize("kind", FEW_BITS)
+def test_interpreted_weights_in_few_bits_are_exact(kind, races):
+    """With hostile scales, and in every way of cutting; also where pieces of a row are narrower than 128 bytes."""
+    rows, inner, cuts = FEW_BITS[kind]
+    weight = drawn(kind, (128,), inner, hostile=True)
+    x = np.random.default_rng(1).normal(size=(rows, inner)).astype(jnp.bfloat16)
+    given = jax.tree.map(jnp.asarray, {"weight": weight, "x": x})
+    found = multiply(**given, result="float32", schedule=Schedule(*cuts), interpret=True)
+    wide, exactly = x.astype(np.float64), exact(weight)
+    error = np.abs(np.asarray(found, np.float64) - wide @ exactly.T)
+    assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(exactly).T))
+    assert not races()
+
+
+def test_interpreted_a_gated_weight_in_few_bits_has_its_scales_in_both_halves(races):
+    """With a bias, a residual and the norms on both sides; under a rule's own schedule."""
+    case = Case("", 5, 256, 64, True, "silu", 0.5, True, True)
+    weight = drawn("int4 by 32", (128,), 256)
+    squares = np.linspace(0.1, 0.9, 6 * 5, dtype=np.float32).reshape(6, 5) * 256
+    norm = np.linspace(0.5, 2, 64).astype(jnp.bfloat16)
+    inputs = case.inputs(1) | {"weight": weight}
+    given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
+    result, weighed, _ = multiply(**device(given), interpret=True)
+    root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)[:, None]
+    x = np.asarray(inputs["x"], np.float64) / root
+    wanted = oracle(inputs | {"weight": exact(weight), "x": x})
+    assert_output(result, wanted, "bfloat16")
+    assert_output(weighed, wanted * norm.astype(np.float64), "bfloat16")
+    assert not races()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": jnp.float8_e4m3fn}, "scales must be one of float32, bfloat16, float16"),
+        ({"group": 16}, "a multiple of 32 columns, got 16"),
+        ({"inner": 480}, "multiple of 64, got 480"),
+    ],
+)
+def test_the_kernel_says_which_weights_in_few_bits_it_cannot_take(change, message):
+    given = {"scales": jnp.float32, "group": 32, "inner": 512} | change
+    codes = jnp.zeros((64, given["inner"] // 2), jnp.uint8)
+    scales = jnp.ones((64, given["inner"] // given["group"]), given["scales"])
+    weight = FewBits(codes, scales, None, None, "int4")
+    x = jnp.zeros((1, given["inner"]), jnp.bfloat16)
+    assert message in (Geometry.of(weight, x, gated=False).refusal() or "")
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_fixed_order_columns_and_folds_depend_on_the_weight_alone(case):
     """So do the parts of the sums of squares; every schedule runs, up to 64 rows at a time."""
-    geometry = Geometry(1, case.out, case.inner, case.gated, BFLOAT16, BFLOAT16)
+    geometry = Geometry(1, case.out, case.inner, case.gated, BFLOAT16)
     if geometry.refusal() is not None:
         pytest.skip("the kernel does not take it")
     orders = set()
@@ -293,7 +354,7 @@ def test_interpreted_in_the_fixed_order_rows_of_any_number_have_the_bits_of_one_
 
 def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
     """Rows that are padded to the same width share a schedule."""
-    geometry = Geometry(1, 4096, 4096, False, BFLOAT16, BFLOAT16)
+    geometry = Geometry(1, 4096, 4096, False, BFLOAT16)
     schedules = {Schedule.of(replace(geometry, rows=rows)) for rows in range(1, 9)}
     assert len(schedules) == 1
 
@@ -310,15 +371,15 @@ def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
         ({"stages": 1}, "need two slots"),
         ({"splits": 0}, "at least 1"),
         ({"columns": 512, "folds": 1}, "registers"),
-        ({"cluster": 2}, "neither folds"),
+        ({"cluster": 2}, "no folds"),
         ({"cluster": 4, "folds": 1, "columns": 64}, "at most 2"),
         ({"cluster": 2, "folds": 1, "columns": 64, "blocks": 32}, "needs one tile per block"),
         ({"cluster": 2, "folds": 1, "columns": 64, "splits": 2}, "no splits"),
         ({"cluster": 2, "folds": 1, "columns": 64, "passes": 2}, "one pass"),
-        ({"passes": 2}, "neither folds"),
+        ({"passes": 2}, "no folds"),
     ],
 )
 def test_schedules_that_cannot_run_are_refused(change, message):
-    geometry = Geometry(64, 4096, 4096, False, BFLOAT16, BFLOAT16)
+    geometry = Geometry(64, 4096, 4096, False, BFLOAT16)
     schedule = replace(Schedule(32, 2, 1, 2, 1, 999), **change)
     assert message in (schedule.refusal(geometry) or "")
