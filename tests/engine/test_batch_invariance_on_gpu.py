@@ -99,7 +99,11 @@ def engine_of(*, rows, tokens, pages=None, **config):
     if pages is not None:
         counts |= {group.name: pages for group in layout.paged_groups}
     runner = ModelRunner(model, params, layout, counts, Programs())
-    return Engine(SequenceRunner(runner, max_tokens=LONGEST, max_rows=rows), None, config)
+    engine = Engine(SequenceRunner(runner, max_tokens=LONGEST, max_rows=rows), None, config)
+    # One size of each kind of program, since a GPU compiles each for some five seconds.
+    engine.shapes.decode_rows, engine.shapes.token_buckets = (rows,), (tokens,)
+    engine.scheduler._fill = lambda least, most: most
+    return engine
 
 
 def test_requests_have_the_same_bits_alone_and_among_others():
