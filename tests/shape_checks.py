@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import weakref
 from typing import Literal, TypeAliasType, get_args, get_origin
 
 
@@ -83,13 +82,12 @@ def _without_sizes(function, typechecker):
     if typed is function:
         return function
 
-    # Were it its own reference, what a local function holds would wait for the garbage collector.
-    itself = []
-
     @functools.wraps(function)
     def checked(*args, **kwargs):
-        untyped = config.jaxtyping_disable or _is_exempt(itself[0]())
-        return (function if untyped else typed)(*args, **kwargs)
+        if config.jaxtyping_disable or "__no_type_check__" in attributes:
+            return function(*args, **kwargs)
+        return typed(*args, **kwargs)
 
-    itself.append(weakref.ref(checked))
+    # Not the function, which would refer to itself: what a local one holds would wait for the garbage collector.
+    attributes = vars(checked)
     return checked

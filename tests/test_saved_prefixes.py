@@ -24,6 +24,21 @@ def make(page_size=8, dtype="float32", max_sequences=2, **options):
     return LLM(dtype=dtype, max_model_len=64, cache=cache, progress=False, **options)
 
 
+@pytest.fixture(scope="module")
+def llm():
+    with make(max_sequences=3) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def path(llm, tmp_path_factory):
+    """Returns a file with what two prompts left in the LLM's cache."""
+    path = tmp_path_factory.mktemp("saved") / "prefixes.safetensors"
+    llm.generate(PROMPTS, GREEDY)
+    assert llm.save_prefixes(path).pages > 0
+    return path
+
+
 def save_two(path):
     """Writes what two prompts leave in the cache, and prints their tokens."""
     with make() as llm:
@@ -32,36 +47,29 @@ def save_two(path):
         print([one.token_ids for one in made], saved.tokens, saved.pages)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Returns a file that another process has written, what it printed, and an LLM."""
-    path = tmp_path_factory.mktemp("saved") / "prefixes.safetensors"
+@pytest.mark.slow
+def test_prefixes_of_another_process_are_hit_and_change_no_token(tmp_path):
+    path = tmp_path / "prefixes.safetensors"
     script = f"from tests.test_saved_prefixes import save_two; save_two({str(path)!r})"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     with make(max_sequences=3) as llm:
-        yield path, done.stdout.strip(), llm
+        wanted = [(llm.explain(prompt).num_tokens - 1) // 8 * 8 for prompt in PROMPTS]
+        assert min(wanted) > 24
+        loaded = llm.load_prefixes(path)
+        assert loaded.left_out == loaded.present == 0
+        made = llm.generate(PROMPTS, GREEDY)
+        printed = f"{[one.token_ids for one in made]} {loaded.tokens} {loaded.pages}"
+        assert printed == done.stdout.strip()
+        assert [one.usage.cached_tokens for one in made] == wanted
+        assert llm.load_prefixes(path).present == loaded.pages
+        llm.engine.sequence_runner.allocator.check()
+        llm.engine.prefix.check()
 
 
-@pytest.mark.slow
-def test_prefixes_of_another_process_are_hit_and_change_no_token(saved):
-    path, printed, llm = saved
-    wanted = [(llm.explain(prompt).num_tokens - 1) // 8 * 8 for prompt in PROMPTS]
-    assert min(wanted) > 24
-    loaded = llm.load_prefixes(path)
-    assert loaded.left_out == loaded.present == 0
-    made = llm.generate(PROMPTS, GREEDY)
-    assert f"{[one.token_ids for one in made]} {loaded.tokens} {loaded.pages}" == printed
-    assert [one.usage.cached_tokens for one in made] == wanted
-    assert llm.load_prefixes(path).present == loaded.pages
-    llm.engine.sequence_runner.allocator.check()
-    llm.engine.prefix.check()
-
-
-def test_prompts_limit_what_is_saved(saved, tmp_path):
-    path, _, llm = saved
+def test_prompts_limit_what_is_saved(llm, path, tmp_path):
     llm.load_prefixes(path)
     both = llm.save_prefixes(tmp_path / "both", PROMPTS)
     one = llm.save_prefixes(tmp_path / "one", PROMPTS[0])
@@ -76,8 +84,7 @@ def test_prompts_limit_what_is_saved(saved, tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["both", "one"]
 
 
-def test_other_caches_and_dtypes_are_refused(saved, tmp_path):
-    path, _, llm = saved
+def test_other_caches_and_dtypes_are_refused(llm, path, tmp_path):
     for options, message in (
         ({"page_size": 16}, "another cache layout"),
         ({"dtype": "bfloat16"}, "other weights|another model|another cache layout"),
@@ -92,8 +99,7 @@ def test_other_caches_and_dtypes_are_refused(saved, tmp_path):
         llm.load_prefixes(tmp_path / "text")
 
 
-def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(saved, tmp_path):
-    path, _, llm = saved
+def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(llm, path, tmp_path):
 
     async def served():
         async with AsyncLLM(llm):
@@ -112,8 +118,7 @@ def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(saved, tmp
 
 
 @pytest.mark.slow
-def test_strict_mode_compiles_nothing_for_it(saved, tmp_path):
-    path, _, _ = saved
+def test_strict_mode_compiles_nothing_for_it(path, tmp_path):
     with make(strict=True) as llm:
         llm.warm_up(batch=1, prompt_tokens=8, sampling=GREEDY)
         for act in (llm.save_prefixes, llm.load_prefixes):

@@ -251,7 +251,7 @@ def test_a_grid_is_not_longer_than_the_card_takes(monkeypatch):
     tables = jnp.zeros((1, 1024), jnp.int32), jnp.array([2**16]), jnp.array([0, 2**16])
 
     def said(heads):
-        q = jnp.zeros((2**16, heads, 192), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((2**16, heads, 192), jnp.bfloat16)
         return mosaic_gpu.why_not(LatentArrays(q, pages, *tables), LatentOptions(128, 1.0))
 
     assert said(16) is None

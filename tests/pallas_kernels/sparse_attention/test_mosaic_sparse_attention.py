@@ -125,11 +125,16 @@ def test_bytes_want_queries_in_the_dtype_of_their_rotary_parts():
 
 
 def test_a_grid_is_not_longer_than_the_card_takes():
-    inputs = SMALL.inputs()
-    for name in ("q", "slots", "counts"):
-        inputs[name] = np.resize(inputs[name], (2**16, *inputs[name].shape[1:]))
+    arrays = jax.eval_shape(lambda: arrays_of(SMALL.inputs()))
+    tokens = {
+        name: jax.ShapeDtypeStruct((2**16, *of.shape[1:]), of.dtype)
+        for name, of in arrays._asdict().items()
+        if name in ("q", "slots", "counts")
+    }
     with pytest.raises(ValueError, match="at most 65535 tokens in a call, got 65536"):
-        mosaic_gpu.sparse_attention(arrays_of(inputs), OPTIONS)
+        jax.eval_shape(
+            lambda arrays: mosaic_gpu.sparse_attention(arrays, OPTIONS), arrays._replace(**tokens)
+        )
 
 
 def test_blocks_in_pairs_are_in_no_other_clusters():
