@@ -22,18 +22,19 @@ from tests.shape_checks import check_shapes
 
 # Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations, with XLA's older
 # emitters and in one part, compiling takes less than half the processor time. `make test-all` sets the variable to 0
-# and runs the tests on programs as users compile them. XLA reads its flags when it first sees a device.
+# and runs the tests on programs as users compile them. XLA reads its flags when it first sees a device. Processes that
+# tests start inherit both variables.
 QUICK_TO_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
-if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
     flags = os.environ.get("XLA_FLAGS", "")
-    # The processes of pytest-xdist inherit them.
     if QUICK_TO_COMPILE not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {QUICK_TO_COMPILE}"
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 check_shapes()
 # A deadline measures time, so a busy machine would fail the test.
@@ -73,7 +74,8 @@ _LONG = (
 
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in _LONG)
+    long = {here / name for name in _LONG}
+    items.sort(key=lambda item: item.path not in long)
     has_gpu = jax.default_backend() == "gpu"
     has_torch = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     for item in items:

@@ -79,16 +79,22 @@ def run(params, cache, x, batch, tables, *, window=None, implementation=None):
     )
 
 
-def dense(params, x, positions, *, window=None):
-    """The same layer over one whole sequence, without a cache, in plain NumPy after the rotation."""
+@jax.jit
+def rotated(params, x, positions):
+    """Returns queries, keys and values of one whole sequence."""
     with jax.default_matmul_precision("highest"):
         qkv = x @ params["qkv"].T + params["qkv_bias"][None]
     qkv = qkv.reshape(len(x), -1, HEAD_DIM)
     q, k, v = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :]
-    angles = rope_angles(ROPE, jnp.asarray(positions), jnp.asarray(positions))
+    angles = rope_angles(ROPE, positions, positions)
     q = rotate(angles, rms_norm(params["qk_norm"][0], q, eps=1e-6))
     k = rotate(angles, rms_norm(params["qk_norm"][1], k, eps=1e-6))
-    q, k, v = (np.asarray(part, np.float64) for part in (q, k, v))
+    return q, k, v
+
+
+def dense(params, x, positions, *, window=None):
+    """The same layer over one whole sequence, without a cache, in plain NumPy after the rotation."""
+    q, k, v = (np.asarray(part, np.float64) for part in rotated(params, x, positions))
     k, v = (np.repeat(part, HEADS // KV_HEADS, axis=1) for part in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HEAD_DIM)
     behind = positions[:, None] - positions[None]
@@ -202,7 +208,7 @@ def test_quantised_pages_give_nearly_the_same_answers(stored):
 def test_attend_serves_callers_that_project_for_themselves():
     batch, tables = one_row([0])
     q, k, v = normal(9, 2, HEADS, HEAD_DIM), *(normal(s, 2, KV_HEADS, HEAD_DIM) for s in (10, 11))
-    cache, mixed = attend(pages(), q, k, v, batch, tables, scale=1.0)
+    cache, mixed = jax.jit(partial(attend, scale=1.0))(pages(), q, k, v, batch, tables)
     # The first token of a sequence sees itself alone.
     np.testing.assert_allclose(mixed[0], jnp.repeat(v[0], HEADS // KV_HEADS, axis=0), rtol=1e-6)
     np.testing.assert_array_equal(cache["value"][3, 0], v[0])

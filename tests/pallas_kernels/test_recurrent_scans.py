@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.inputs.nan_filled_states import Rows
+from tests.pallas_kernels.contract import compiled
 from tests.pallas_kernels.delta_scan.test_delta import DELTA
 from tests.pallas_kernels.recurrence import CHUNK, CLOSE
 from tests.pallas_kernels.selective_scan.test_selective import SELECTIVE
@@ -38,8 +39,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_scan_is_the_recurrence_token_by_token(op, name, form):
     inputs = op.inputs(CASES[name])
-    arrays = {key: jnp.asarray(value) for key, value in inputs.items()}
-    out, pool = getattr(op, form)(**arrays, chunk_size=CHUNK)
+    out, pool = compiled(getattr(op, form), inputs | {"chunk_size": CHUNK})
     wanted, states = op.oracle(inputs)
     np.testing.assert_allclose(out, wanted, **CLOSE)
     np.testing.assert_allclose(pool, states, **CLOSE)
@@ -56,9 +56,10 @@ def test_a_split_at_a_chunk_has_the_same_bits(op):
     first |= {"cu_q_lens": np.int32([0, 16]), "seq_lens": np.int32([16])}
     second = inputs | {name: inputs[name][16:] for name in op.tokens}
     second |= {"cu_q_lens": np.int32([0, 3]), "read_states": inputs["write_states"]}
-    whole, ended = op.call(inputs, chunk_size=CHUNK)
-    one, pool = op.call(first, chunk_size=CHUNK)
-    other, split = op.call(second | {"states": pool}, chunk_size=CHUNK)
+    whole, ended = compiled(op.scan, inputs | {"chunk_size": CHUNK})
+    one, pool = compiled(op.scan, first | {"chunk_size": CHUNK})
+    second |= {"states": np.asarray(pool)}
+    other, split = compiled(op.scan, second | {"chunk_size": CHUNK})
     np.testing.assert_array_equal(whole, np.concatenate((one, other)))
     np.testing.assert_array_equal(ended, split)
 
@@ -67,9 +68,9 @@ def test_a_split_at_a_chunk_has_the_same_bits(op):
 def test_an_update_is_a_scan_of_one_token(op):
     rows = Rows((1,) * 5, (3, 0, 8, 7, 1), padding_rows=2, padding_tokens=2)
     inputs = op.inputs(rows)
-    scanned, ended = op.call(inputs, chunk_size=CHUNK)
+    scanned, ended = compiled(op.scan, inputs | {"chunk_size": CHUNK})
     given = {k: v for k, v in inputs.items() if k not in ("cu_q_lens", "seq_lens")}
-    stepped, pool = op.update(**(given | {"states": jnp.asarray(given["states"])}))
+    stepped, pool = compiled(op.update, given)
     np.testing.assert_allclose(stepped, scanned, **CLOSE)
     np.testing.assert_allclose(pool, ended, **CLOSE)
     np.testing.assert_allclose(pool, op.oracle(inputs)[1], **CLOSE)
@@ -86,11 +87,11 @@ def test_an_update_writes_its_donated_pool_in_place(op, rows):
     step = jax.jit(
         lambda *given: op.update(**dict(zip(names, given, strict=True))), donate_argnums=place
     )
-    compiled = step.lower(*arrays).compile()
+    made = step.lower(*arrays).compile()
     pool = arrays[place]
-    assert compiled.memory_analysis().alias_size_in_bytes == pool.nbytes
+    assert made.memory_analysis().alias_size_in_bytes == pool.nbytes
     shape = ",".join(map(str, pool.shape))
-    assert not re.search(rf"f32\[{shape}\]\S* copy\(", compiled.as_text())
+    assert not re.search(rf"f32\[{shape}\]\S* copy\(", made.as_text())
 
 
 @of_each

@@ -61,7 +61,6 @@ def ended(request):
     return run("-c", EITHER_ORDER.format(first=request.param, second=second))
 
 
-@pytest.mark.slow
 def test_either_may_be_imported_first(ended):
     assert ended.stdout == "refused\n", ended.stderr
 

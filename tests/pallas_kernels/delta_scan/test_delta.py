@@ -8,6 +8,7 @@ from pallas_kernels import delta_scan, delta_update
 from pallas_kernels.arguments.delta import check_delta
 from pallas_kernels.delta_scan import reference
 from pallas_kernels.inputs.nan_filled_states import Rows
+from tests.pallas_kernels.contract import compiled
 from tests.pallas_kernels.recurrence import CHUNK, CLOSE, Recurrence
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
@@ -51,7 +52,7 @@ def test_equal_keys_that_are_corrected_fully_keep_a_chunk_exact():
     inputs["qkv"][:, KEYS : 2 * KEYS] = 1.0
     inputs["b"][:] = 30.0
     inputs["a"][:] = -30.0
-    out, pool = DELTA.call(inputs, chunk_size=64)
+    out, pool = compiled(DELTA.scan, inputs | {"chunk_size": 64})
     wanted, states = DELTA.oracle(inputs)
     np.testing.assert_allclose(out, wanted, **CLOSE)
     np.testing.assert_allclose(pool, states, **CLOSE)

@@ -215,7 +215,7 @@ def test_pieces_cover_every_token_once_and_know_what_it_sees(seed, size):
     bounds = np.cumsum([0, *queries]).astype(np.int32)
     tokens = int(bounds[-1]) + padding
     arrays = jnp.asarray(keys, jnp.int32), jnp.asarray(bounds)
-    pieces = cut(*arrays, tokens=tokens, tokens_per_piece=size)
+    pieces = jax.jit(partial(cut, tokens=tokens, tokens_per_piece=size))(*arrays)
     assert len(pieces) == most_pieces(tokens, 6, size)
     seen = []
     for row, token, count, first_keys in np.asarray(pieces):

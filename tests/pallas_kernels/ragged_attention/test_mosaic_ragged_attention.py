@@ -167,14 +167,10 @@ def cut_rows(rows, padding, *, tokens_per_tile=32, keys=128, window=None):
     """Returns the tiles that exist, as rows of numbers, in the order of work."""
     bounds = np.cumsum([0, *(queries for queries, _ in rows)]).astype(np.int32)
     tokens = int(bounds[-1]) + padding
-    tiles, count = cut(
-        jnp.array([keys for _, keys in rows], jnp.int32),
-        jnp.asarray(bounds),
-        tokens=tokens,
-        tokens_per_tile=tokens_per_tile,
-        num_tiles=most_tiles(tokens, len(rows), tokens_per_tile),
-        keys=keys,
-        window=window,
+    sizes = {"tokens": tokens, "tokens_per_tile": tokens_per_tile, "keys": keys, "window": window}
+    num_tiles = most_tiles(tokens, len(rows), tokens_per_tile)
+    tiles, count = jax.jit(partial(cut, num_tiles=num_tiles, **sizes))(
+        jnp.array([keys for _, keys in rows], jnp.int32), jnp.asarray(bounds)
     )
     assert int(count[0]) <= len(tiles)
     return [Tile(*map(int, tile)) for tile in np.asarray(tiles)[: int(count[0])]]

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,18 +75,19 @@ def test_it_is_dense_where_everything_was_chosen(implementation):
     table = rng.permutation(20)[:15].reshape(rows, 5).astype(np.int32)
     latent = jnp.asarray(rng.standard_normal((20 * page_size, rank)), jnp.float32)
     turned = jnp.asarray(rng.standard_normal((20 * page_size, rope)), jnp.float32)
-    records = encode_records(latent, turned).reshape(20, page_size, 1, -1)
-    plain = decode_records(records, rank=rank)
+    records = jax.jit(encode_records)(latent, turned).reshape(20, page_size, 1, -1)
+    plain = jax.jit(partial(decode_records, rank=rank))(records)
     keys = jnp.asarray(rng.standard_normal((20, page_size, 16)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((rows, heads, rank + rope)), jnp.float32)
-    slots, counts = index_topk(
-        jnp.ones((rows, 2, 16)), jnp.ones((rows, 2)), keys, table, seq_lens, topk=40
+    slots, counts = jax.jit(partial(index_topk, topk=40))(
+        jnp.ones((rows, 2, 16)), jnp.ones((rows, 2)), keys, table, seq_lens
     )
     assert np.array_equal(counts, seq_lens)
     options = {"value_dim": rank, "scale": 0.1}
-    dense = latent_attention(q, plain, table, seq_lens, **options)
+    dense = jax.jit(partial(latent_attention, **options))(q, plain, table, seq_lens)
+    attend = jax.jit(partial(sparse_attention, implementation=implementation, **options))
     for pool in (plain, records):
-        sparse = sparse_attention(q, pool, slots, counts, implementation=implementation, **options)
+        sparse = attend(q, pool, slots, counts)
         assert_output(sparse, np.asarray(dense), "float32")
 
 

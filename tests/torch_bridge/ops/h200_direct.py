@@ -95,12 +95,12 @@ def main(part):
         "decode split": lambda: decode(1, 2048),
         "decode odd group": lambda: decode(8, 64, 28, 4),
         "decode float32": lambda: decode(8, 64, dtype=torch.float32),
-        "ragged": lambda: ragged(64),
         "ragged odd": lambda: ragged(63),
         "write": lambda: write(5, half),
         "write float64": lambda: write(5, torch.float64),
     }
     rest = {
+        "ragged": lambda: ragged(64),
         "decode split, odd group": lambda: decode(1, 512, 28, 4),
         "decode window": lambda: decode(64, 16, window=100),
         "decode wide window": lambda: decode(8, 64, window=2**20),

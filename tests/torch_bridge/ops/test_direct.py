@@ -208,12 +208,10 @@ def reports():
     return compiled("few")
 
 
-@pytest.mark.slow
 def test_an_h200_would_launch_kernels_whose_arguments_are_the_tensors(reports):
     kernel = {"runs": ["mosaic_gpu_v2"]}
     out = {"in_place": [], "out": [[[8, 32, 128], "bfloat16"]], "missing": 0, "columns": None}
     assert reports["decode"] == out | kernel
-    assert reports["ragged"] == {"in_place": [], "out": [[[64, 32, 128], "bfloat16"]]} | kernel
     assert reports["write"] == {"in_place": [3, 4], "out": []} | kernel
     # Copies take whole tiles of 8 tokens.
     assert reports["ragged odd"] is None
@@ -234,8 +232,10 @@ def test_a_launch_compiles_into_one_kernel_or_is_left_to_xla(reports):
 @pytest.mark.slow
 def test_launches_at_the_sizes_of_the_tests_on_a_gpu_compile_into_one_kernel():
     reports = compiled("rest")
-    assert len(reports) == 18
+    assert len(reports) == 19
     assert_kernels(reports, set())
+    assert reports["ragged"]["in_place"] == []
+    assert reports["ragged"]["out"] == [[[64, 32, 128], "bfloat16"]]
 
 
 def test_an_h200_would_split_long_rows_and_pad_odd_groups(reports):
