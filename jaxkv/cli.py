@@ -154,6 +154,7 @@ def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
         cache=cache,
         implementation=options.implementation,
         ignore_config_keys=options.ignore_config_keys,
+        quantization=options.quantization,
     )
 
 
@@ -232,6 +233,7 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
             holds_weights=jax.default_backend() != "cpu",
             implementation=options.implementation,
             ignore_config_keys=options.ignore_config_keys,
+            quantization=options.quantization,
             logits_processors=processor_functions(processor_places(options)),
         )
     )

@@ -45,6 +45,7 @@ from jaxkv.sampling.register_processors import register_processors
 from jaxkv.sampling.sample import admit
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
 from jaxkv.text.prompts import one_each
+from jaxkv.weights.quantised.forms import plain_leaves
 
 __all__ = ["ERROR", "LENGTH", "RUNNING", "STOP", "Generated", "generate"]
 
@@ -298,9 +299,9 @@ def _trim(out: Generated, width: int, top: int) -> Generated:
 
 
 def params_dtype(params: Params) -> str:
-    """Returns the dtype name with the most elements among the parameters."""
+    """Returns the dtype name with the most elements among the parameters, those in 8 or 4 bits not counted."""
     sizes: dict[str, int] = {}
-    for leaf in jax.tree.leaves(params):
+    for leaf in plain_leaves(params):
         sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
     return max(sizes, key=lambda name: sizes[name])
 

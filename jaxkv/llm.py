@@ -47,16 +47,22 @@ from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.protocol import Model, Params
-from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
+from jaxkv.models.registry import (
+    build_model,
+    expected_params,
+    load_config,
+    load_params,
+    resolve_dtype,
+)
 from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
+    bytes_of_types,
     check_room,
     free_bytes,
     model_for,
     plan_cache,
     resolve_length,
     tokens_ahead,
-    weight_bytes,
 )
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
@@ -111,15 +117,6 @@ def _check_options(
     for name, flag in (("strict", strict), ("progress", progress)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
-
-
-def _params(
-    model: Decoder, directory: Path, dtype: str, key: jax.Array | None, *, progress: bool
-) -> Params:
-    """Returns random parameters if there is a key, or else those of the directory; the bar needs a terminal."""
-    if key is not None:
-        return model.init_params(key, dtype)
-    return load_params(directory, model, dtype=dtype, progress=progress and sys.stderr.isatty())
 
 
 def _end_ids(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -205,6 +202,8 @@ class LLM:
             directory needs none.
         ignore_config_keys: keys of config.json that jaxkv does not know and that you know to be harmless; each is
             ignored with a warning. A key that is known or not in the file is an error.
+        quantization: "fp8", "int8" or "int4" rounds projections and experts of a plain checkpoint to 8 or 4 bits while
+            they are read, without calibration; `None` keeps weights as the checkpoint has them, quantised ones too.
         logits_processors: name -> a pure JAX function `f(logits, history, *, argument=default)`, which requests name in
             `SamplingParams.logits_processors`; see `LogitsProcessor`.
         lora: room for low-rank adapters that requests name in `SamplingParams.lora`, see `add_lora`; True for the
@@ -239,6 +238,7 @@ class LLM:
         seed: int | None = None,
         load_format: str = "auto",
         ignore_config_keys: Sequence[str] = (),
+        quantization: str | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         lora: LoraConfig | bool | None = None,
         speculation: SpeculationConfig | None = None,
@@ -258,14 +258,22 @@ class LLM:
         tokenizer = load_tokenizer(directory)
         max_model_len = resolve_length(max_model_len, decoder.max_positions)
         decoder = decoder.limited(max_model_len)
-        weights = weight_bytes(decoder, dtype)
+        expected = expected_params(directory, decoder, dtype=dtype, quantization=quantization)
+        weights = bytes_of_types(expected)
 
         def load() -> Params:
             if load_format != "dummy":
                 fetch_weights(model, directory, revision, progress=progress)
             with named_exhaustion(f"loading weights of {weights:,} bytes"):
-                drawn = _key(seed or 0) if load_format == "dummy" else None
-                return _params(decoder, directory, dtype, drawn, progress=progress)
+                if load_format == "dummy":
+                    return decoder.init_params_like(_key(seed or 0), expected)
+                return load_params(
+                    directory,
+                    decoder,
+                    dtype=dtype,
+                    quantization=quantization,
+                    progress=progress and sys.stderr.isatty(),
+                )
 
         self.directory, self.tokenizer = directory, tokenizer
         self.eos_ids = _end_ids(directory, config, tokenizer)
@@ -542,6 +550,7 @@ class LLM:
                 "an adapter is added to the weights of a model directory, and this LLM has none; give update_weights "
                 "the sums"
             )
+        self.engine.runner.refuse_named_weights()
         tensors = merged_tensors(self.directory, path, dtype=self.engine.runner.dtype)
         return self.update_weights(tensors, version=version, requests=requests)
 

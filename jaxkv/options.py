@@ -108,6 +108,12 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         help="a key of config.json that jaxkv does not know, to be ignored with a warning; may be given several times "
         "(default: none)",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8", "int8", "int4"),
+        help="round the weights of a plain checkpoint while they are read (default: weights as the checkpoint has "
+        "them, quantised ones too)",
+    )
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | None) -> None:

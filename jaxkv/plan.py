@@ -30,8 +30,8 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.hf_config.ignored_keys import describe_ignored
 from jaxkv.models.implementation import choose_implementation
-from jaxkv.models.protocol import Model
-from jaxkv.models.registry import build_model, load_config, resolve_dtype
+from jaxkv.models.protocol import Model, Params
+from jaxkv.models.registry import build_model, expected_params, load_config, resolve_dtype
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import Cost, cost_name, read_costs
 from jaxkv.programs.jax_cache import enable_compile_cache
@@ -42,6 +42,9 @@ from jaxkv.sampling.features import Features
 from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.sampling.register_processors import register_processors
 from jaxkv.weights.directory import read_config_json
+from jaxkv.weights.load import scheme_of
+from jaxkv.weights.quantised.forms import has_few_bits, weight_forms
+from jaxkv.weights.quantised.rounding import ROUNDINGS
 from pallas_kernels.dispatch import Unsupported
 
 _KERNELS = "mosaic_gpu"
@@ -202,6 +205,7 @@ def explain_plan(
     implementation: str | None = None,
     engine: EngineConfig | None = None,
     ignore_config_keys: Sequence[str] = (),
+    quantization: str | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
 ) -> str:
     """Returns the text of `jaxkv plan` for a model directory, of which only config files are read.
@@ -216,6 +220,7 @@ def explain_plan(
         implementation: family of implementations of the ops; `None` for the best.
         engine: the options of the engine; `None` for the defaults.
         ignore_config_keys: keys of config.json to ignore, see `LLM`.
+        quantization: form that plain weights are rounded to, see `LLM`.
         logits_processors: see `LLM`; the cache then holds the token ids of each sequence too.
 
     Raises:
@@ -229,7 +234,8 @@ def explain_plan(
     length = resolve_length(max_model_len, model.max_positions)
     model = model_for(model.limited(length), cache, engine)
     resolved = resolve_dtype(dtype, config.dtype)
-    weights = weight_bytes(model, resolved)
+    params = expected_params(directory, model, dtype=resolved, quantization=quantization)
+    weights = bytes_of_types(params)
     if free_bytes is not None:
         rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
         free_bytes = int(cache.memory_share * rest)
@@ -245,12 +251,12 @@ def explain_plan(
         ahead=tokens_ahead(model, cache, engine, length),
         processor_words=processors.num_words,
     )
-    runs, implementation = _runs_as(model, resolved, layout, budget, cache)
+    runs, implementation = _runs_as(model, params, layout, budget, cache)
     per_token = sum(bytes_per_token(group) for group in layout.paged_groups)
     lines = [
         f"{config.family}: {model.num_layers} layers, {model.vocab_size:,} token ids, in {resolved}; "
         f"{per_token:,} bytes of cache per token",
-        f"weights: {weights:,} bytes",
+        *_weights(directory, model, params, resolved),
         runs,
         *_invariance(engine),
         *_sampling(directory),
@@ -260,7 +266,7 @@ def explain_plan(
         budget.explain(),
         *_host(layout, cache, per_token),
         "",
-        *_programs(model.running(implementation), resolved, layout, length, cache, engine),
+        *_programs(model.running(implementation), params, layout, length, cache, engine),
     ]
     return "\n".join(lines)
 
@@ -309,10 +315,24 @@ def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
     ]
 
 
-def weight_bytes(model: Decoder, dtype: str) -> int:
-    """Returns the bytes of a model's parameters on the device."""
-    leaves = jax.tree.leaves(model.param_shapes(dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def bytes_of_types(params: Params) -> int:
+    """Returns the bytes of parameters on the device, given their types."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+def _weights(directory: Path, model: Decoder, params: Params, dtype: str) -> list[str]:
+    """Returns the lines on what the weights take, as they are and rounded to fewer bits."""
+    lines = [f"weights: {bytes_of_types(params):,} bytes"]
+    if has_few_bits(params):
+        told = ", ".join(f"{form} {size:,} bytes" for form, size in weight_forms(params).items())
+        return [*lines, f"  expected by config.json: {told}"]
+    others = {
+        name: bytes_of_types(expected_params(directory, model, dtype=dtype, quantization=name))
+        for name in ROUNDINGS
+        if scheme_of(directory) is None
+    }
+    told = ", ".join(f"{name} {size:,} bytes" for name, size in others.items())
+    return [*lines, f"  with --quantization: {told}"] if others else lines
 
 
 def _beside_weights(free_bytes: int, weights: int) -> int:
@@ -325,11 +345,11 @@ def _beside_weights(free_bytes: int, weights: int) -> int:
 
 
 def _runs_as(
-    model: Decoder, dtype: str, layout: CacheLayout, budget: Budget, cache: CacheConfig
+    model: Decoder, params: Params, layout: CacheLayout, budget: Budget, cache: CacheConfig
 ) -> tuple[str, str]:
     """Returns the line with the model's implementation, and its name; plans fp8 even where it would be refused."""
     try:
-        choice = choose_implementation(model, model.param_shapes(dtype), layout, budget.counts)
+        choice = choose_implementation(model, params, layout, budget.counts)
     except Unsupported as error:
         if cache.dtype != "fp8" or model.implementation is not None:
             raise
@@ -342,7 +362,7 @@ def _runs_as(
 
 def _programs(
     model: Decoder,
-    dtype: str,
+    params: Params,
     layout: CacheLayout,
     length: int,
     cache: CacheConfig,
@@ -363,14 +383,14 @@ def _programs(
         drafts=0 if engine.speculation is None else engine.speculation.tokens,
     )
     singles = shapes.declare_all(Features())
-    steps = choose_num_steps(engine.steps_per_launch, model.param_shapes(dtype), layout)
+    steps = choose_num_steps(engine.steps_per_launch, params, layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
     automatic = engine.steps_per_launch is None
     multi_steps = [] if one_by_one else declare_multi_steps(singles, steps, automatic=automatic)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
     specs = (*singles, *multi_steps, CopySpec(), *swaps)
     enable_compile_cache()
-    known = read_costs(cost_identity(model, dtype))
+    known = read_costs(cost_identity(model, params))
     costs = {spec: known[cost_name(spec)] for spec in specs if cost_name(spec) in known}
     lines = [
         f"{len(specs)} programs serve greedy requests (as many again for each other way to choose tokens); "

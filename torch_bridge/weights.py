@@ -43,6 +43,7 @@ def share_params(
         tensors: Mapping[str, torch.Tensor] = source.state_dict(keep_vars=True)
     else:
         tensors = source
+    _refuse_few_bits(tensors)
     rules = rules_for(model.config)
     tensors = {rules.name_of(name, model.config): tensor for name, tensor in tensors.items()}
     recipes = expand(rules, model.config)
@@ -69,6 +70,24 @@ def share_params(
         for (recipe, _), parts in zip(named, sources, strict=True)
     ]
     return structure.unflatten(arrays)
+
+
+def _refuse_few_bits(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `ValueError` for a model whose weights are quantised."""
+    ends = (
+        ".qweight",
+        ".weight_packed",
+        ".weight_scale",
+        ".weight_scale_inv",
+        "_blocks",
+        ".absmax",
+    )
+    found = sorted(name for name in tensors if name.endswith(ends))
+    if found:
+        raise ValueError(
+            f"the torch model's weights are quantised ({listed(found, most=_SHOWN)}), and their layout is not that of "
+            "jaxkv, so they cannot be shared; read the checkpoint with jaxkv.load_model"
+        )
 
 
 def _dtype_of(tensors: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]) -> str:

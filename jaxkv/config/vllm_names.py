@@ -42,8 +42,8 @@ ALIASES = (
     Alias("use_tqdm", "call", "progress"),
     Alias("cache_salt", "call", "salt"),
 )
-"""In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format` and most fields of
-`SamplingParams` have equal names in both."""
+"""In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format`, `quantization` and most
+fields of `SamplingParams` have equal names in both."""
 
 _UNSUPPORTED = {
     "best_of": "ask for n samples and choose among them",
@@ -67,7 +67,6 @@ _UNSUPPORTED = {
     "generation_config": "llm.get_default_sampling_params() returns what generation_config.json recommends",
     "trust_remote_code": "nothing in a model directory is executed",
     "tensor_parallel_size": "jaxkv runs on one device",
-    "quantization": "checkpoints in block fp8 and MXFP4 are recognised, and decoded while they load",
     "enforce_eager": "every step is a compiled program",
     "swap_space": "cache=CacheConfig(host_bytes=...) keeps evicted prefixes in host memory",
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",

@@ -9,7 +9,7 @@ import jax
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
-from jaxkv.models.protocol import Model
+from jaxkv.models.protocol import Model, Params
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import record_costs
 from jaxkv.programs.spec import ProgramSpec
@@ -18,6 +18,7 @@ from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.weights_checksum import ChecksumSpec
 from jaxkv.sampling.fields import features_for, features_of
+from jaxkv.weights.quantised.forms import has_few_bits, plain_leaves, weight_forms
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ def compile_all(
     finally:
         runner.programs.seal()
     new = [program for program in compiled if program not in known]
-    params = jax.tree.leaves(runner.params)
-    record_costs(cost_identity(runner.model, str(params[0].dtype)), new)
+    record_costs(cost_identity(runner.model, runner.params), new)
     warm_up = WarmUp(
         programs=len(new),
         loaded=sum(program.loaded for program in new),
@@ -81,14 +81,18 @@ def compile_all(
     return warm_up
 
 
-def cost_identity(model: Model, dtype: str) -> str:
-    """Returns the key for recorded compilation costs: the model, the dtype of its parameters and the device.
+def cost_identity(model: Model, params: Params) -> str:
+    """Returns the key for recorded compilation costs: the model, the form of its parameters and the device.
 
     Args:
         model: the model, with its implementation resolved.
-        dtype: dtype of its parameters.
+        params: its parameters, or their types.
     """
-    return f"{model!r} {dtype} {jax.devices()[0].device_kind}"
+    plain = plain_leaves(params)
+    forms = [str(plain[0].dtype)] if plain else []
+    if has_few_bits(params):
+        forms += sorted(weight_forms(params))
+    return f"{model!r} {' '.join(forms)} {jax.devices()[0].device_kind}"
 
 
 def declare_served(engine: Engine, request: Request, count: int) -> list[ProgramSpec]:

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.fixed_order import by_row_tiles
+from pallas_kernels.formats.few_bits import FewBits
 
 LayerParams = Mapping[str, Any]
-"""A layer's parameters by name: arrays, or in a step with adapters an `Adapted` for a leaf with `Leaf.adapts`."""
+"""A layer's parameters by name: arrays, `FewBits` for those of 8 or 4 bits, or in a step with adapters an `Adapted` for
+a leaf with `Leaf.adapts`."""
 
 
 class LowRank(NamedTuple):
@@ -38,7 +40,7 @@ class Adapted(NamedTuple):
         slots: for each token, 1 + its adapter's index in the stack; 0 for none.
     """
 
-    weight: Float[Array, "out in"]
+    weight: Float[Array, "out in"] | FewBits
     low_rank: LowRank
     slots: Int[Array, " tokens"]
 
@@ -104,8 +106,13 @@ def with_adapters(
         slots: see `Adapted`.
     """
 
-    def wrapped(path: Any, leaf: Array) -> Array | Adapted:  # noqa: ANN401 - JAX's key path
+    def wrapped(
+        path: Any,  # noqa: ANN401 - JAX's key path
+        leaf: Array | FewBits,
+    ) -> Array | FewBits | Adapted:
         stack = stacks.get(jax.tree_util.keystr(path, simple=True, separator="."))
         return leaf if stack is None else Adapted(leaf, stack, slots)
 
-    return jax.tree_util.tree_map_with_path(wrapped, params)
+    return jax.tree_util.tree_map_with_path(
+        wrapped, params, is_leaf=lambda node: isinstance(node, FewBits)
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.layers.adapted import Adapted, LayerParams
-from jaxkv.layers.linear import Joining, Normed, linear, matmul, scaled
+from jaxkv.layers.linear import Joining, Normed, Weight, linear, matmul, scaled
 from pallas_kernels.skinny_matmul.api import MOST_ROWS
 
 
@@ -65,7 +65,7 @@ def gated_feed_forward(
 
 
 def _gated_product(
-    weight: Float[Array, "gate_and_up hidden_size"] | Adapted,
+    weight: Weight,
     x: Float[Array, "tokens hidden_size"] | Normed,
     bias: Float[Array, " gate_and_up"] | None,
     *,

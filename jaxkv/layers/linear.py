@@ -11,6 +11,7 @@ from jaxkv.layers.adapted import Adapted
 from pallas_kernels import skinny_matmul
 from pallas_kernels.families import member
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed, sum_of_last
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
 
 
@@ -47,14 +48,20 @@ class Joining(NamedTuple):
     row: int = 0
 
 
+Weight = Float[Array, "out in"] | FewBits | Adapted
+"""A weight of a projection: plain, in 8 or 4 bits, or either of them with adapters."""
+
+
 def linear(
-    weight: Float[Array, "out in"] | Adapted,
+    weight: Weight,
     x: Float[Array, "tokens in"],
     bias: Float[Array, " out"] | None = None,
     *,
     implementation: str | None = "xla",
 ) -> Float[Array, "tokens out"]:
     """Computes `x @ weight.T + bias` in the weight's dtype, accumulated in float32; adapters' products are added.
+
+    With a weight of few bits the dtype is that of `x`.
 
     With another `implementation` than "xla", products of few tokens run on our kernel.
     """
@@ -73,7 +80,7 @@ def joins_norms(implementation: str | None, tokens: int) -> bool:
 
 
 def matmul(
-    weight: Float[Array, "weights in"] | Adapted,
+    weight: Weight,
     x: Float[Array, "tokens in"] | Normed,
     *,
     bias: Float[Array, " weights"] | None = None,
@@ -95,7 +102,7 @@ def matmul(
         activation: name of an activation.
         gated: whether `weight` has gate rows first and then up rows.
         gate_multiplier: factor of the gate before its activation.
-        result: dtype of the result; `None` for the weight's.
+        result: dtype of the result; `None` for the weight's, or that of `x` for few bits.
         implementation: family of implementations; `None` for the best.
 
     Returns:
@@ -136,17 +143,19 @@ def matmul(
 
 
 def project(
-    weight: Float[Array, "out in"] | Adapted,
+    weight: Weight,
     x: Float[Array, "tokens in"],
     *,
     result: jnp.dtype | type | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Computes `x @ weight.T` in the dtype `result`; `None` for the weight's dtype.
+    """Computes `x @ weight.T` in the dtype `result`; `None` for the weight's dtype, or that of `x` for few bits.
 
     Products of float32 weights are exact float32: on NVIDIA GPUs the default would round the inputs to TF32.
     """
     if isinstance(weight, Adapted):
         return weight.added_to(project(weight.weight, x, result=result), x)
+    if isinstance(weight, FewBits):
+        return matmul(weight, x, result=result, implementation="xla")
     exact = weight.dtype == jnp.float32
 
     def multiply(rows: Float[Array, "rows in"]) -> Float[Array, "rows out"]:

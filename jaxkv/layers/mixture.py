@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.grouped_matmul.api import why_not_kernel
 
 _KERNEL = "mosaic_gpu"
@@ -79,7 +81,7 @@ def mixture_of_experts(
 
 
 def grouped_for(
-    params: Mapping[str, Array | jax.ShapeDtypeStruct],
+    params: Mapping[str, Any],
     tokens: int,
     *,
     mixture: MixtureConfig,
@@ -97,16 +99,22 @@ def grouped_for(
         note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
         return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
-    per_expert = (up.size + down.size) * up.dtype.itemsize // mixture.experts
+    per_expert = _bytes_of(up, down) // mixture.experts
     if rows <= mixture.experts and rows * per_expert < _FEW_BYTES:
         return None
     for weight, axis in ((up, 0), (down, 1)):
-        x = jax.ShapeDtypeStruct((rows, weight.shape[2]), weight.dtype)
+        # Experts in few bits take rows of the dtype of plain weights.
+        plain = params["router"] if isinstance(weight, FewBits) else weight
+        x = jax.ShapeDtypeStruct((rows, weight.shape[2]), plain.dtype)
         refusal = why_not_kernel(weight, x, group_axis=axis)
         if refusal is not None:
             note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
             return None
     return _KERNEL
+
+
+def _bytes_of(*weights: Any) -> int:  # noqa: ANN401 - arrays, `FewBits`, or their types
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
 def route(
@@ -203,19 +211,21 @@ def _run_gathered(
     activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
 ) -> Float[Array, "tokens width"]:
     """Gathers the matrices of each (token, expert) pair and multiplies them with that token only."""
-    up, down = params["experts_up"], params["experts_down"]
     tokens, top_k = chosen.shape
     picked = chosen.reshape(-1)
+    # The parts of experts in few bits are gathered like plain ones.
+    up = _wide(jax.tree.map(lambda part: part[picked], params["experts_up"]), x.dtype)
+    down = _wide(jax.tree.map(lambda part: part[:, picked], params["experts_down"]), x.dtype)
     times = partial(
         jax.lax.dot_general,
         precision=jax.lax.Precision.HIGHEST if up.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    inner = times(up[picked], jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
+    inner = times(up, jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
     if "experts_up_bias" in params:
         inner = inner + params["experts_up_bias"][picked].astype(jnp.float32)
     inner = activate_rows(inner).astype(x.dtype)
-    out = times(down[:, picked], inner, (((2,), (1,)), ((1,), (0,))))
+    out = times(down, inner, (((2,), (1,)), ((1,), (0,))))
     if "experts_down_bias" in params:
         out = out + params["experts_down_bias"][picked].astype(jnp.float32)
     out = out.reshape(tokens, top_k, -1)
@@ -243,16 +253,31 @@ def _run_all(
         picked: Bool[Array, "block experts"],
         share: Float[Array, "block experts"],
     ) -> Float[Array, "block width"]:
-        inner = linear(up.reshape(-1, width), x, up_bias).reshape(-1, inner_size)
+        inner = linear(_rows(up, -1), x, up_bias).reshape(-1, inner_size)
         inner = activate_rows(inner).astype(jnp.float32).reshape(len(x), experts, -1)
         # Selected, not multiplied by zero: the output of an expert that was not chosen may be inf or NaN.
         inner = jnp.where(picked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
-        out = linear(down.reshape(width, -1), inner.reshape(len(x), -1))
+        out = linear(_rows(down, width), inner.reshape(len(x), -1))
         if down_bias is None:
             return out
         return out + project(down_bias.T, share.astype(down_bias.dtype)).astype(out.dtype)
 
     return _in_blocks(run, max(1, _MOST_INNER // (experts * inner_size)), x, picked, share)
+
+
+def _wide(
+    weight: Float[Array, "a b inner"] | FewBits, dtype: jnp.dtype
+) -> Float[Array, "a b inner"]:
+    return weight.widened(dtype) if isinstance(weight, FewBits) else weight
+
+
+def _rows(weight: Float[Array, "a b inner"] | FewBits, rows: int) -> Any:  # noqa: ANN401 - of the same type
+    """Returns a weight of three axes as a matrix of `rows` rows; -1 for those of the first two axes."""
+
+    def matrix(part: Array) -> Array:
+        return part.reshape(rows if rows > 0 else part.shape[0] * part.shape[1], -1)
+
+    return jax.tree.map(matrix, weight)
 
 
 def _in_blocks(

@@ -31,6 +31,7 @@ class Leaf(NamedTuple):
         is_shared: whether layers use the array of their owner (`ModelConfig.owners`); otherwise each has its own.
         adapts: whether requests may add low-rank adapters to it (`jaxkv.layers.adapted`): a matrix [out, in] that the
             block uses in `linear` or `matmul` of `jaxkv.layers.linear` alone, with a row of `x` for each token.
+        is_experts: whether it is the weights of all experts, which `mixture_of_experts` alone uses.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,12 @@ class Leaf(NamedTuple):
     dtype: str | None = None
     is_shared: bool = False
     adapts: bool = False
+    is_experts: bool = False
+
+    @property
+    def takes_few_bits(self) -> bool:
+        """Whether it may be a `FewBits`, since all that uses it takes one."""
+        return self.adapts or self.is_experts
 
 
 @dataclass(frozen=True, kw_only=True)

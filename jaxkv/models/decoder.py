@@ -30,9 +30,12 @@ from jaxkv.models.as_prompts import as_prompts
 from jaxkv.models.block import BlockInputs, Leaf, required
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
+from jaxkv.weights.quantised.draw import draw_few_bits
+from jaxkv.weights.quantised.forms import is_few_bits
 from jaxkv.wording import listed
 from pallas_kernels.dispatch import at
 from pallas_kernels.fixed_order import fixed_order
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul.api import Weighed
 
 _INIT_SCALE = 0.02
@@ -145,19 +148,37 @@ class Decoder:
         ]
         return jax.tree.unflatten(tree, drawn)
 
+    def init_params_like(self, key: PRNGKeyArray, types: Params) -> Params:
+        """Returns random parameters of given types, which may be `FewBits` of types, drawn leaf by leaf."""
+        leaves, tree = jax.tree.flatten(self._leaves(), is_leaf=lambda node: isinstance(node, Leaf))
+        kinds = jax.tree.leaves(types, is_leaf=is_few_bits)
+        drawn = [
+            draw_few_bits(jax.random.fold_in(key, index), kind, _INIT_SCALE)
+            if isinstance(kind, FewBits)
+            else _make(jax.random.fold_in(key, index), leaf, kind.dtype)
+            for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
+        ]
+        return jax.tree.unflatten(tree, drawn)
+
     def param_shapes(self, dtype: DTypeLike) -> Params:
         """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without computing it."""
         return jax.eval_shape(lambda: self.init_params(jax.random.key(0), dtype))
 
     def adapted_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns dotted path -> shape [out, in] of each parameter that requests may add adapters to."""
+        return {path: leaf.shape for path, leaf in self._leaf_paths().items() if leaf.adapts}
+
+    def few_bits_leaves(self) -> frozenset[str]:
+        """Returns the dotted paths of the parameters that may be a `FewBits`."""
+        return frozenset(path for path, leaf in self._leaf_paths().items() if leaf.takes_few_bits)
+
+    def _leaf_paths(self) -> dict[str, Leaf]:
+        """Returns dotted path -> declaration of each parameter."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(
             self._leaves(), is_leaf=lambda node: isinstance(node, Leaf)
         )
         return {
-            jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
-            for path, leaf in leaves
-            if leaf.adapts
+            jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
         }
 
     def forward(

@@ -54,8 +54,10 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
     width = mixture.latent_size or hidden
     leaves = {
         "router": Leaf((mixture.experts, hidden)),
-        "experts_up": Leaf((mixture.experts, (1 + mixture.gated) * mixture.size, width)),
-        "experts_down": Leaf((width, mixture.experts, mixture.size)),
+        "experts_up": Leaf(
+            (mixture.experts, (1 + mixture.gated) * mixture.size, width), is_experts=True
+        ),
+        "experts_down": Leaf((width, mixture.experts, mixture.size), is_experts=True),
     }
     if mixture.biases:
         leaves["router_bias"] = Leaf((mixture.experts,))

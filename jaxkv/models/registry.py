@@ -59,8 +59,13 @@ from jaxkv.models.hf_config.ignored_keys import read_ignoring, warn_of_ignored
 from jaxkv.models.protocol import Params
 from jaxkv.weights.directory import existing_directory, read_config_json, read_json_if_there
 from jaxkv.weights.hub import fetch_weights, resolve_model
-from jaxkv.weights.load import Loadable, load_by_rules
-from jaxkv.weights.quantised import BESIDE, refuse_beside
+from jaxkv.weights.load import (
+    Loadable,
+    check_quantization,
+    expected_shapes,
+    load_by_rules,
+    scheme_of,
+)
 from jaxkv.weights.rules import RuleSet
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -124,12 +129,9 @@ def load_config(
         ValueError: a value has the wrong type or is out of range.
     """
     path = existing_directory(directory)
-    raw = read_config_json(path)
-    config = read_config(raw, ignore_config_keys, warn=warn)
-    refuse_beside(
-        {name: read_json_if_there(path, name) for name in BESIDE},
-        is_quantised=raw.get("quantization_config") is not None,
-    )
+    config = read_config(read_config_json(path), ignore_config_keys, warn=warn)
+    # A file beside config.json may name a format that is refused.
+    scheme_of(path)
     generation = ConfigJson(
         read_json_if_there(path, "generation_config.json"), place="generation_config.json"
     )
@@ -215,11 +217,34 @@ def load_params(
     *,
     dtype: str,
     device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    quantization: str | None = None,
     progress: bool = True,
 ) -> PyTree[jax.Array]:
     """Reads a checkpoint into the parameters of a model by the rules of its family; see `load_by_rules`."""
     rules = rules_for(model.config)
-    return load_by_rules(directory, model, rules, dtype=dtype, device=device, progress=progress)
+    return load_by_rules(
+        directory,
+        model,
+        rules,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        progress=progress,
+    )
+
+
+def expected_params(
+    directory: Path, model: Loadable, *, dtype: str, quantization: str | None = None
+) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns the types of the parameters that `load_params` is expected to return; only config files are read.
+
+    Raises:
+        ValueError: `quantization` is unknown, or the checkpoint is quantised already.
+    """
+    scheme = scheme_of(directory)
+    check_quantization(quantization, scheme)
+    rules = rules_for(model.config)
+    return expected_shapes(model, rules, dtype=dtype, scheme=scheme, quantization=quantization)
 
 
 def resolve_dtype(dtype: str, checkpoint: str) -> str:
@@ -239,6 +264,7 @@ def load_model(
     *,
     revision: str | None = None,
     dtype: str = "auto",
+    quantization: str | None = None,
     implementation: str | None = None,
     progress: bool = False,
     ignore_config_keys: Sequence[str] = (),
@@ -254,6 +280,7 @@ def load_model(
             "Qwen/Qwen3-0.6B"; `None` for the small model inside the package. Nothing in it is executed.
         revision: branch, tag or commit of a model on the hub; its main branch if not given.
         dtype: dtype of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+        quantization: "fp8", "int8" or "int4" to round the weights of a plain checkpoint, see `LLM`.
         implementation: family of implementations that every op must use, see `LLM`; `None` for the best.
         progress: show progress bars on stderr.
         ignore_config_keys: keys of config.json to ignore, see `LLM`.
@@ -271,5 +298,9 @@ def load_model(
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
     decoder = build_model(config, implementation=implementation)
     stored = resolve_dtype(dtype, config.dtype)
+    check_quantization(quantization, scheme_of(directory))
     fetch_weights(model, directory, revision, progress=progress)
-    return load_params(directory, decoder, dtype=stored, progress=progress), decoder
+    params = load_params(
+        directory, decoder, dtype=stored, quantization=quantization, progress=progress
+    )
+    return params, decoder

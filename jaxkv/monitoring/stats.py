@@ -11,6 +11,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.speculation.speculation import SpeculationStats
 from jaxkv.offload.entries import HostStats
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.weights.quantised.forms import weight_forms
 from pallas_kernels.dispatch import fallbacks
 
 
@@ -45,6 +46,8 @@ class Stats:
         implementation: implementation of the ops of all layers: "mosaic_gpu", "xla" or "cudnn".
         implementation_reasons: why a faster implementation is not used; empty if there is none or the user chose.
         batch_invariant: whether all sums have a fixed order, see `EngineConfig`.
+        weights: form -> bytes of the parameters in it, such as "bfloat16" or "int4 in groups of 128"; empty while
+            `sleep` has dropped them.
         device: name of the device that holds the cache.
         cache: statistics of each group's pool.
         cache_bytes: memory of all pools.
@@ -66,6 +69,7 @@ class Stats:
     implementation: str
     implementation_reasons: tuple[str, ...]
     batch_invariant: bool
+    weights: Mapping[str, int]
     device: str
     cache: tuple[GroupStats, ...]
     cache_bytes: int
@@ -93,6 +97,7 @@ def collect_stats(engine: Engine) -> Stats:
         implementation=runner.implementation.name,
         implementation_reasons=runner.implementation.reasons,
         batch_invariant=runner.model.batch_invariant,
+        weights=weight_forms(runner.params),
         device=get_default_device().device_kind,
         cache=groups,
         cache_bytes=sum(group.num_bytes for group in groups),

@@ -130,6 +130,7 @@ class ModelRunner:
             raise ValueError(
                 f"a {type(self.model).__name__} has no checkpoint names; give a tree such as LLM.params"
             )
+        self.refuse_named_weights()
         named = NamedWeights(
             arrays,
             self.model,
@@ -148,6 +149,15 @@ class ModelRunner:
         return named.params(
             self._named_programs[named.signature], donated=self.params if is_free else None
         )
+
+    def refuse_named_weights(self) -> None:
+        """Raises `ValueError` if the weights are in 8 or 4 bits, which arrays under checkpoint names cannot replace."""
+        if self._param_types.in_few_bits:
+            raise ValueError(
+                "this model's weights are in 8 or 4 bits, which plain weights of a checkpoint or a merged adapter "
+                "cannot replace; give update_weights a tree such as LLM.params, name adapters with add_lora, or load "
+                "the model without quantization"
+            )
 
     def drop_params(self) -> None:
         """Drops the parameters; their memory is free once nothing else refers to them."""

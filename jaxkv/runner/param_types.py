@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 
 from jaxkv.models.protocol import Model, Params
+from jaxkv.weights.quantised.forms import has_few_bits, is_few_bits, plain_leaves
 
 _MOST_NAMED = 4
 """Parameters that an error message names."""
@@ -21,12 +22,16 @@ class ParamTypes:
 
     Args:
         params: a pytree of arrays on the device.
+
+    Attributes:
+        in_few_bits: whether some parameters are in 8 or 4 bits.
     """
 
     def __init__(self, params: Params) -> None:
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         self._types = [_type_of(leaf) for _, leaf in leaves]
+        self.in_few_bits = has_few_bits(params)
 
     @property
     def tree(self) -> Params:
@@ -35,9 +40,9 @@ class ParamTypes:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of most numbers, integers not counted."""
+        """Name of the dtype of most numbers, those in 8 or 4 bits and integers not counted."""
         sizes: Counter[str] = Counter()
-        for leaf in self._types:
+        for leaf in plain_leaves(self.tree):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 sizes[str(leaf.dtype)] += math.prod(leaf.shape)
         return max(sizes, key=lambda name: sizes[name], default="float32")
@@ -100,15 +105,16 @@ def params_of_model(model: Model, params: Params) -> Params:
         ValueError: names or shapes are not those of the model, an array was deleted, or a leaf is no array.
     """
     types = jax.eval_shape(lambda: model.init_params(jax.random.key(0), jnp.float32))
-    if jax.tree.structure(params) == jax.tree.structure(types):
-        types = jax.tree.map(
-            lambda wanted, leaf: jax.ShapeDtypeStruct(
-                wanted.shape, getattr(leaf, "dtype", wanted.dtype)
-            ),
-            types,
-            params,
-        )
+    if jax.tree.structure(params, is_leaf=is_few_bits) == jax.tree.structure(types):
+        types = jax.tree.map(_type_like, types, params)
     return ParamTypes(types).accept(params)
+
+
+def _type_like(wanted: jax.ShapeDtypeStruct, leaf: Any) -> Any:  # noqa: ANN401 - what a user gave
+    """Returns the type of a parameter of the shape that the model has, and of the form that it was given in."""
+    if is_few_bits(leaf) and leaf.shape == wanted.shape:
+        return jax.tree.map(_type_of, leaf)
+    return jax.ShapeDtypeStruct(wanted.shape, getattr(leaf, "dtype", wanted.dtype))
 
 
 def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401 - an array, or its type

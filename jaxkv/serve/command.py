@@ -349,6 +349,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         implementation=options.implementation,
         ignore_config_keys=tuple(options.ignore_config_keys),
         load_format=options.load_format,
+        quantization=options.quantization,
         cache=_changed(cache_of(options)),
         engine=_changed(engine),
         logits_processors=processor_places(options),

@@ -354,6 +354,7 @@ def _load(start: Start) -> LLM:
         implementation=start.implementation,
         ignore_config_keys=start.ignore_config_keys,
         load_format=start.load_format,
+        quantization=start.quantization,
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
         logits_processors=processor_functions(start.logits_processors),

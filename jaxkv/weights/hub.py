@@ -21,7 +21,7 @@ from jaxkv import default_model
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.conversions import instead_of_config, instead_of_weights
 from jaxkv.weights.directory import CONFIG, existing_directory
-from jaxkv.weights.quantised import BESIDE
+from jaxkv.weights.quantised.config import BESIDE
 from jaxkv.weights.safetensors import INDEX, SINGLE, check_shards, read_index
 from jaxkv.wording import clip
 

@@ -1,7 +1,10 @@
 """`load_by_rules`: reads a checkpoint into a model's parameters, leaf by leaf."""
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,14 +16,21 @@ from tqdm import tqdm
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.block_scaled import with_scales
 from jaxkv.weights.directory import existing_directory, read_json_if_there
-from jaxkv.weights.quantised import read_quantised
+from jaxkv.weights.quantised.config import BESIDE, read_quantised
+from jaxkv.weights.quantised.expected import expected_type
+from jaxkv.weights.quantised.join import with_scales
+from jaxkv.weights.quantised.leaf import FewBitsLeaf, few_bits_leaf, moves_rows
+from jaxkv.weights.quantised.rounding import ROUNDINGS, rounded
+from jaxkv.weights.quantised.scheme import Scheme
+from jaxkv.weights.quantised.tensor import QuantisedTensor
 from jaxkv.weights.rules import Recipe, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 from jaxkv.weights.staging import fill_leaves
-from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, StoredLeaf, Tensor
-from jaxkv.wording import clip
+from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, Readable, StoredLeaf, Tensor
+from jaxkv.wording import clip, listed
+
+_LOG = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -42,6 +52,10 @@ class Loadable(Protocol):
         """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         ...
 
+    def few_bits_leaves(self) -> frozenset[str]:
+        """Returns the dotted paths of the parameters that may be a `FewBits`."""
+        ...
+
 
 def load_by_rules(
     directory: str | os.PathLike[str],
@@ -50,14 +64,16 @@ def load_by_rules(
     *,
     dtype: str,
     device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    quantization: str | None = None,
     progress: bool = True,
 ) -> PyTree[jax.Array]:
     """Reads a Hugging Face checkpoint into the parameters of a model.
 
     All names, shapes and dtypes are checked before any data is read. Threads read leaves while earlier ones are copied
     to the device (`jaxkv.weights.staging`).
-    Quantised weights (`jaxkv.weights.quantised`) are dequantised while they are read, so they need as much device
-    memory as others.
+    Projections and experts that are quantised (`jaxkv.weights.quantised`) become `FewBits`, with the bits that the
+    checkpoint has. Other quantised weights are widened to `dtype` while they are read, and so is a parameter whose
+    parts have no common form; a warning names it.
 
     Args:
         directory: a directory with `model.safetensors`, or shards and their index.
@@ -65,13 +81,15 @@ def load_by_rules(
         rules: which tensors make up which parameter.
         dtype: "float32", "bfloat16" or "float16"; the stored numbers are rounded to it.
         device: device or sharding of the parameters; `None` for JAX's default device.
+        quantization: "fp8", "int8" or "int4" rounds projections and experts of a plain checkpoint while they are read
+            (`jaxkv.weights.quantised.rounding`); `None` leaves weights as the checkpoint has them.
         progress: show a progress bar on stderr.
 
     Returns:
-        The tree of `model.param_shapes(dtype)` as arrays.
+        The tree of `model.param_shapes(dtype)` as arrays, with a `FewBits` for each parameter in 8 or 4 bits.
 
     Raises:
-        ValueError: `dtype` is not one of these.
+        ValueError: `dtype` or `quantization` is not one of these, or the checkpoint is quantised already.
         BadCheckpoint: the checkpoint is damaged or does not fit the model; the message names file and tensor in one
             line.
         UnknownConfig: `quantization_config` in config.json has an unsupported format.
@@ -79,10 +97,16 @@ def load_by_rules(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = existing_directory(directory)
-    quantised = read_quantised(read_json_if_there(folder, "config.json"))
+    scheme = scheme_of(folder)
+    check_quantization(quantization, scheme)
     with open_checkpoint(folder) as stored:
-        plans, structure = plan_leaves(with_scales(stored, quantised), model, rules, dtype, folder)
-        leaves = [StoredLeaf.of(plan) for plan in plans]
+        plans, structure = plan_leaves(with_scales(stored, scheme), model, rules, dtype, folder)
+        if quantization is not None:
+            plans = [_rounded(plan, model, quantization) for plan in plans]
+        made = _leaves(plans, model)
+        leaves = [
+            leaf for one in made for leaf in (one.leaves if isinstance(one, FewBitsLeaf) else [one])
+        ]
         total = sum(leaf.stored_bytes for leaf in leaves)
         bar = tqdm(
             total=total,
@@ -93,7 +117,96 @@ def load_by_rules(
             disable=not progress,
         )
         with bar:
-            return structure.unflatten(fill_leaves(leaves, device, bar.update))
+            arrays = iter(fill_leaves(leaves, device, bar.update))
+        return structure.unflatten(
+            one.joined([next(arrays) for _ in one.leaves])
+            if isinstance(one, FewBitsLeaf)
+            else next(arrays)
+            for one in made
+        )
+
+
+def scheme_of(folder: Path) -> Scheme | None:
+    """Returns the format of a model directory's quantised weights; `None` if they are not quantised.
+
+    Raises:
+        UnknownConfig: the format is not supported.
+    """
+    beside = {name: read_json_if_there(folder, name) for name in BESIDE}
+    return read_quantised(read_json_if_there(folder, "config.json"), beside)
+
+
+def check_quantization(quantization: object, scheme: Scheme | None) -> None:
+    """Raises `ValueError` if weights cannot be rounded to a form."""
+    if quantization is None:
+        return
+    if quantization not in ROUNDINGS:
+        raise ValueError(
+            f"quantization must be one of {', '.join(ROUNDINGS)}, or None for weights as the checkpoint has them, got "
+            f"{clip(repr(quantization), 80)}"
+        )
+    if scheme is not None:
+        raise ValueError(
+            f"quantization = {quantization!r} rounds plain weights, and this checkpoint is quantised already "
+            f"({scheme.name}); leave it out"
+        )
+
+
+def expected_shapes(
+    model: Loadable, rules: RuleSet, *, dtype: str, scheme: Scheme | None, quantization: str | None
+) -> Any:  # noqa: ANN401 - a pytree
+    """Returns the types of the parameters of a checkpoint of which only the config is known.
+
+    Args:
+        model: the model.
+        rules: which tensors make up which parameter.
+        dtype: dtype name of plain parameters.
+        scheme: the checkpoint's format; `None` if it is not quantised.
+        quantization: see `load_by_rules`.
+    """
+    plain = model.param_shapes(dtype)
+    if scheme is None and quantization is None:
+        return plain
+    leaves, structure = jax.tree_util.tree_flatten_with_path(plain)
+    recipes, few = expand(rules, model.config), model.few_bits_leaves()
+    return structure.unflatten(
+        expected_type(leaf, recipes[_dotted(path)], scheme, quantization)
+        if _dotted(path) in few
+        else leaf
+        for path, leaf in leaves
+    )
+
+
+def _rounded[S: Readable](plan: LeafPlan[S], model: Loadable, quantization: str) -> LeafPlan[Any]:
+    """Returns the plan of a leaf that may be in few bits with its sources rounded; any other one unchanged."""
+    fits = moves_rows(plan.arrangement.combine, len(plan.shape)) and not plan.offset
+    if plan.target not in model.few_bits_leaves() or not fits:
+        return plan
+    sources = tuple(
+        rounded(source, ROUNDINGS[quantization], plan.dtype)
+        for source in plan.sources
+        if isinstance(source, StoredTensor)
+    )
+    return replace(plan, sources=sources)
+
+
+def _leaves(plans: Sequence[LeafPlan[Any]], model: Loadable) -> list[StoredLeaf | FewBitsLeaf]:
+    """Returns how each leaf is read; warns of those that take more memory than the checkpoint's form would."""
+    few, made, wide = model.few_bits_leaves(), [], []
+    for plan in plans:
+        quantised = any(isinstance(source, QuantisedTensor) for source in plan.sources)
+        leaf = few_bits_leaf(plan) if quantised and plan.target in few else ""
+        if isinstance(leaf, str) and leaf:
+            wide.append(f"{plan.target} ({leaf})")
+        made.append(StoredLeaf.of(plan) if isinstance(leaf, str) else leaf)
+    if wide:
+        _LOG.warning(
+            "%d parameters are widened to %s: %s",
+            len(wide),
+            plans[0].dtype.name,
+            clip(listed(wide, separator="; "), 400),
+        )
+    return made
 
 
 def plan_leaves[S: Tensor](

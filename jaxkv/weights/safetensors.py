@@ -62,7 +62,7 @@ class StoredTensor:
         nbytes: its size in bytes, checked against dtype and shape.
         file: the open file.
         path: path of the file, for error messages.
-        transposed: always False; see `BlockScaled`.
+        transposed: always False; see `QuantisedTensor`.
     """
 
     name: str

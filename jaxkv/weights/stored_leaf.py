@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxkv.weights.block_scaled import BlockScaled
 from jaxkv.weights.rules import Combine, HeadPairs, Regrouped
-from jaxkv.weights.safetensors import StoredTensor
 
 CPU_ALIGNMENT = 64
 """Alignment of memory that JAX's CPU device takes over without a copy."""
@@ -38,11 +36,25 @@ class Tensor(Protocol):
 
     @property
     def transposed(self) -> bool:
-        """Whether its last two axes are exchanged; see `BlockScaled`."""
+        """Whether its last two axes are exchanged; see `QuantisedTensor`."""
         ...
 
     def equals(self, other: object) -> bool:
         """Whether both hold the same numbers."""
+        ...
+
+
+@runtime_checkable
+class Readable(Tensor, Protocol):
+    """A tensor in a checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        ...
+
+    def read(self, target: Shaped[np.ndarray, " elements"], first: int = 0) -> None:
+        """Fills `target` with its elements from `first` on in row order, cast to the target's dtype."""
         ...
 
 
@@ -160,11 +172,11 @@ class LeafPlan[S: Tensor]:
 
 
 @dataclass(frozen=True)
-class StoredLeaf(LeafPlan[StoredTensor | BlockScaled]):
+class StoredLeaf(LeafPlan[Readable]):
     """One parameter leaf whose tensors are in a checkpoint."""
 
     @classmethod
-    def of(cls, plan: LeafPlan[StoredTensor | BlockScaled]) -> "StoredLeaf":
+    def of[S: Readable](cls, plan: LeafPlan[S]) -> "StoredLeaf":
         """Returns the leaf of a plan."""
         return cls(plan.target, plan.dtype, plan.sources, plan.arrangement, plan.offset)
 

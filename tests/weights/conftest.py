@@ -66,6 +66,12 @@ class Toy:
             is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int),
         )
 
+    def few_bits_leaves(self):
+        names = ("qkv", "o", "gate_up", "down")
+        return frozenset(
+            f"layers.{layer}.{name}" for layer in range(self.config.num_layers) for name in names
+        )
+
 
 def checkpoint_tensors(config, dtype=np.float32):
     rng = np.random.default_rng(7)

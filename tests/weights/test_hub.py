@@ -452,8 +452,8 @@ def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_downloa
 
 
 def test_a_format_that_a_file_beside_the_config_names_is_refused(hub):
-    hub.models[NAME] = Model(SMALL | {"quant_config.json": b'{"w_bit": 4}'})
-    with pytest.raises(UnknownConfig, match=r"quant_config\.json says that the weights are in"):
+    hub.models[NAME] = Model(SMALL | {"quant_config.json": b'{"w_bit": 3}'})
+    with pytest.raises(UnknownConfig, match=r"quant_config\.json sets w_bit = 3"):
         jaxkv.load_model(NAME)
 
 

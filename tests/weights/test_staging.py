@@ -14,7 +14,8 @@ from safetensors.numpy import load_file
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import load_params
 from jaxkv.weights import staging
-from jaxkv.weights.block_scaled import BlockScaled
+from jaxkv.weights.quantised.join import with_scales
+from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import HeadPairs, Regrouped
 from jaxkv.weights.safetensors import all_finite, open_checkpoint
 from jaxkv.weights.staging import fill_leaves
@@ -164,14 +165,14 @@ def test_a_number_that_is_not_finite_is_found_at_any_place(dtype, odd):
 
 
 def test_rows_of_scaled_numbers_are_read_from_any_row_on(tmp_path, kit, staged, monkeypatch):
-    monkeypatch.setattr("jaxkv.weights.block_scaled.PIECE", 16)
+    monkeypatch.setattr("jaxkv.weights.quantised.tensor.PIECE", 16)
     rng = np.random.default_rng(5)
     numbers = rng.standard_normal((13, 8)).astype(E4M3)
     scales = rng.standard_normal((4, 2)).astype(np.float32)
     write(tmp_path, kit, {"x": numbers, "x_scale_inv": scales})
     wanted = numbers.astype(np.float32) * np.kron(scales, np.ones((4, 4), np.float32))[:13]
     with open_checkpoint(tmp_path) as stored:
-        scaled = BlockScaled("x", (13, 8), stored["x"], stored["x_scale_inv"], (4, 4))
+        scaled = with_scales(stored, Scheme("fp8", ("eight_bit",), "float8_e4m3fn", 4, (4, 4)))["x"]
         for first in range(13):
             some = np.zeros((min(3, 13 - first), 8), np.float32)
             scaled.read(some.reshape(-1), first * 8)

@@ -14,7 +14,7 @@ from jaxkv.models.hf_config.known_keys import (
     why_harmless,
     why_refused_as_code,
 )
-from jaxkv.weights.quantised import read_quantised
+from jaxkv.weights.quantised.config import read_quantised
 from jaxkv.wording import clip, listed, shown
 
 _REQUIRED = object()
@@ -84,7 +84,7 @@ class ConfigJson:
         self._place = place
         self._path = path
         # Both are judged here.
-        self._taken = {"auto_map", "quantization_config"}
+        self._taken = {"auto_map", "quantization_config", "compression_config"}
         self._facts: dict[str, object] = {}
         self.lengths: set[int] = set()
         self.is_quantised = read_quantised(raw) is not None

@@ -206,7 +206,7 @@ def test_yarn_without_a_factor_stretches_by_the_ratio_of_the_lengths():
         ("model_file", "evil.py"),
         ("_attn_implementation", "org/evil-kernel"),
         ("_attn_implementation_internal", "org/evil-kernel"),
-        ("quantization_config", {"quant_method": "fp8"}),
+        ("quantization_config", {"quant_method": "hqq"}),
         ("rope_interleaved", True),
         ("sliding_window", 4096),
         ("partial_rotary_factor", 0.5),

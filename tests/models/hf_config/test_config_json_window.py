@@ -177,7 +177,7 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         ),
         (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq'"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(file, change, told):

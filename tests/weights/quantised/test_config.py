@@ -1,0 +1,190 @@
+"""What a config says of the format of weights is understood, or refused by the name that the file gives."""
+
+import json
+
+import pytest
+
+from jaxkv import default_model
+from jaxkv.errors import UnknownConfig
+from jaxkv.models.registry import load_config
+from jaxkv.weights.quantised.config import read_quantised
+from jaxkv.weights.quantised.scheme import names
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | {
+    "weight_block_size": [128, 128]
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
+def compressed(form, weights, *, activations=None, **more):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    said = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": group}}
+    return said | {"ignore": ["lm_head"], "quantization_status": "compressed"} | more
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "group", "block"),
+    [
+        (FP8, "float8_e4m3fn", 128, (128, 128)),
+        (FP8 | {"scale_fmt": "ue8m0"}, "float8_e4m3fn", 128, (128, 128)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "float8_e4m3fn", None, None),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            "float8_e4m3fn",
+            None,
+            None,
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {}},
+            "float8_e4m3fn",
+            None,
+            None,
+        ),
+        ({"quant_algo": "FP8", "ignore": ["lm_head"]}, "float8_e4m3fn", None, None),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}, "float4_e2m1fn", 32, None),
+        (GPTQ, "int4", 128, None),
+        (GPTQ | {"bits": 8, "group_size": -1}, "int8", None, None),
+        (AWQ, "int4", 128, None),
+        (compressed("pack-quantized", INT4), "int4", 64, None),
+        (compressed("float-quantized", FLOAT8, activations=TOKENS), "float8_e4m3fn", None, None),
+        (
+            compressed(
+                "float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [128, 64]}
+            ),
+            "float8_e4m3fn",
+            64,
+            (128, 64),
+        ),
+        (compressed("int-quantized", FLOAT8 | {"type": "int"}), "int8", None, None),
+    ],
+)
+def test_formats_that_are_read_are_understood(said, code, group, block):
+    scheme = read_quantised({"quantization_config": said})
+    assert scheme is not None
+    assert (scheme.code, scheme.group, scheme.block) == (code, group, block)
+
+
+def test_the_key_of_older_files_is_read_too():
+    said = compressed("pack-quantized", INT4)
+    del said["quant_method"]
+    assert read_quantised({"compression_config": said}) == read_quantised(
+        {"quantization_config": said | {"quant_method": "compressed-tensors"}}
+    )
+    assert read_quantised({"quantization_config": None}) is None
+    assert read_quantised({}) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        ({"quantization": {"bits": 4, "group_size": 64}}, "sets quantization, .*format of MLX"),
+        ({"quantization_config": "fp8"}, "must be an object"),
+        *[
+            ({"quantization_config": said}, told)
+            for said, told in [
+                (
+                    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+                    "'bitsandbytes' with 4 bits; jaxkv reads",
+                ),
+                (
+                    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+                    "quant_algo = 'NVFP4'; supported: 'FP8'",
+                ),
+                ({"quant_method": "hqq"}, "'hqq'.*quantization='fp8'"),
+                ({"bits": 4}, "None, in the form of MLX"),
+                ({"quant_method": ["fp8"]}, "quant_method = "),
+                (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'; supported: 'e4m3'"),
+                (FP8 | {"scale_fmt": "ue4m3"}, "scale_fmt = 'ue4m3'; supported: 'float', 'ue8m0'"),
+                (FP8 | {"weight_block_size": [128]}, "two integers"),
+                (FP8 | {"weight_block_size": [128, 0]}, "two integers"),
+                (FP8 | {"weight_block_size": [True, 128]}, "two integers"),
+                (FP8 | {"expert_dtype": "fp4"}, "'expert_dtype' = 'fp4', which is not supported"),
+                (FP8 | {"quant_algo": "MIXED_PRECISION"}, "quant_algo = 'MIXED_PRECISION'"),
+                ({"quant_method": "mxfp4", "weight_block_size": [1, 32]}, "weight_block_size"),
+                (GPTQ | {"bits": 3}, "bits = 3; supported: 4, 8"),
+                (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+                (GPTQ | {"rotation": "hadamard"}, "'rotation' = 'hadamard'"),
+                (GPTQ | {"group_size": 0}, "group_size must be -1 or an integer"),
+                (AWQ | {"version": "gemv"}, "version = 'gemv'; supported: 'gemm'"),
+                (AWQ | {"zero_point": False}, "zero_point = False"),
+                (compressed("nvfp4-pack-quantized", INT4), "in the format 'nvfp4-pack-quantized'"),
+                (compressed("marlin-24", INT4), "'marlin-24'"),
+                (compressed("pack-quantized", INT4, activations=TOKENS), "W4A8"),
+                (compressed("pack-quantized", INT4 | {"num_bits": 3}), "weights of 3 bits"),
+                (
+                    compressed("pack-quantized", FLOAT8),
+                    "8 bits of type 'float' in the format 'pack-",
+                ),
+                (
+                    compressed(
+                        "pack-quantized", INT4, sparsity_config={"format": "sparse-24-bitmask"}
+                    ),
+                    "sparse weights are not read",
+                ),
+                (
+                    compressed(
+                        "float-quantized", FLOAT8, transform_config={"config_groups": {"R3": {}}}
+                    ),
+                    "'transform_config' .* not supported",
+                ),
+            ]
+        ],
+    ],
+)
+def test_any_other_format_is_refused_by_name_and_in_one_line(raw, told):
+    with pytest.raises(UnknownConfig, match=told) as caught:
+        read_quantised(raw)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "told"),
+    [
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "NVFP4"}},
+            "sets quant_algo = 'NVFP4'",
+        ),
+        ("hf_quant_config.json", {"strange": 1}, "lacks the format"),
+        ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}, None),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, None),
+        ("quantize_config.json", {"bits": 2, "desc_act": True}, "bits = 2"),
+        ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "version = 'GEMV'"),
+    ],
+)
+def test_a_file_beside_the_config_names_a_format_too(tmp_path, name, said, told):
+    raw = json.loads((default_model.path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plain = load_config(tmp_path)
+    (tmp_path / name).write_text(json.dumps(said))
+    if told is None:
+        assert load_config(tmp_path) == plain
+        return
+    with pytest.raises(UnknownConfig, match=rf"{name}.*{told}"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "is_meant"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
+        ("model.layers.0.mlp", "model.layers.0.mlp.down_proj", True),
+        ("model.layers.*.self_attn", "model.layers.3.self_attn.q_proj", True),
+        ("re:.*mlp.gate$", "model.layers.0.mlp.gate", True),
+        ("re:.*mlp.gate$", "model.layers.0.mlp.gate_proj", False),
+        # Expressions that could take long to match, or that are none.
+        ("re:(a+)+$", "aaaa", False),
+        ("re:.*.*.*.*.*.*.*", "a", False),
+        ("re:(", "(", False),
+    ],
+)
+def test_an_entry_of_an_ignore_list_means_modules_as_its_library_says(pattern, module, is_meant):
+    assert names(pattern, module) is is_meant
