@@ -107,7 +107,7 @@ def engine_of(*, rows, tokens, pages=None, **config):
 
 
 def test_requests_have_the_same_bits_alone_and_among_others():
-    """On our kernels, in bfloat16, with greedy and random rows, chunks, hits, preemptions and bursts."""
+    """On our kernels, in bfloat16, with random rows, chunks, hits, preemptions and bursts, in few programs."""
     draw = random.Random(2)
     stem = [draw.randrange(512) for _ in range(160)]
     requests = [
@@ -116,7 +116,7 @@ def test_requests_have_the_same_bits_alone_and_among_others():
             seed=at,
             max_tokens=24,
             logprobs=2,
-            temperature=0.8 * (at % 2),
+            temperature=0.8,
             top_p=0.9,
         )
         for at in range(16)
