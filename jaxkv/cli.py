@@ -16,6 +16,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import (
     Parser,
+    add_convert_options,
     add_processor_option,
     add_serving_options,
     cache_of,
@@ -79,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     add_serving_options(plan, max_sequences=CacheConfig.max_sequences)
     add_processor_option(plan)
     plan.set_defaults(run=_plan)
+    convert = commands.add_parser("convert", help="write a checkpoint with weights in 8 or 4 bits")
+    add_convert_options(convert)
+    convert.set_defaults(run=_convert)
     add_serve(commands)
     add_bench(commands)
     add_inspect(commands)
@@ -237,6 +241,23 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
             logits_processors=processor_functions(processor_places(options)),
         )
     )
+    return 0
+
+
+def _convert(options: argparse.Namespace, screen: Screen) -> int:
+    del screen
+    from jaxkv.models.registry import convert_checkpoint
+
+    told = convert_checkpoint(
+        options.model,
+        options.output,
+        quantization=options.quantization,
+        revision=options.revision,
+        dtype=options.dtype,
+        ignore_config_keys=options.ignore_config_keys,
+        progress=sys.stderr.isatty(),
+    )
+    print(told)
     return 0
 
 

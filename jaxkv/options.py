@@ -86,14 +86,30 @@ def size(text: str) -> int:
     return int(whole + fraction) * scale // 10 ** len(fraction)
 
 
-def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose a checkpoint and how its config.json is read."""
+_DTYPE_HELP = (
+    "to compute in: auto (the checkpoint's), float32, bfloat16 or float16; fp32, bf16, fp16 and half too (default: "
+    "%(default)s)"
+)
+
+
+def add_convert_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `jaxkv convert`."""
     parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help="model directory, or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B (default: the small model "
-        "inside the package)",
+        "model",
+        metavar="MODEL",
+        help="model directory, or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B",
     )
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="DIR", help="the new directory, not there yet"
+    )
+    _add_checkpoint_options(parser, quantization_needed=True)
+    parser.add_argument("--dtype", default="auto", metavar="NAME", help=_DTYPE_HELP)
+
+
+def _add_checkpoint_options(
+    parser: argparse.ArgumentParser, *, quantization_needed: bool = False
+) -> None:
+    """Adds the options that tell how a checkpoint is found and read."""
     parser.add_argument(
         "--revision",
         metavar="NAME",
@@ -111,6 +127,7 @@ def _add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=("fp8", "int8", "int4"),
+        required=quantization_needed,
         help="round the weights of a plain checkpoint while they are read (default: weights as the checkpoint has "
         "them, quantised ones too)",
     )
@@ -124,13 +141,18 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
         max_sequences: default of `--max-sequences`; `None` for a default that depends on the number of requests.
     """
     parser.epilog = SIZES
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="model directory, or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B (default: the small model "
+        "inside the package)",
+    )
     _add_checkpoint_options(parser)
     parser.add_argument(
         "--dtype",
         default="auto",
         metavar="NAME",
-        help="to compute in: auto (the checkpoint's), float32, bfloat16 or float16; fp32, bf16, fp16 and half too "
-        "(default: %(default)s)",
+        help=_DTYPE_HELP,
     )
     parser.add_argument(
         "--page-size",

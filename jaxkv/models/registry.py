@@ -66,6 +66,7 @@ from jaxkv.weights.load import (
     load_by_rules,
     scheme_of,
 )
+from jaxkv.weights.quantised.convert import write_rounded
 from jaxkv.weights.rules import RuleSet
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -245,6 +246,50 @@ def expected_params(
     check_quantization(quantization, scheme)
     rules = rules_for(model.config)
     return expected_shapes(model, rules, dtype=dtype, scheme=scheme, quantization=quantization)
+
+
+def convert_checkpoint(
+    model: str | Path,
+    output: str | Path,
+    *,
+    quantization: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    ignore_config_keys: Sequence[str] = (),
+    progress: bool = False,
+) -> str:
+    """Writes a plain checkpoint with projections and experts rounded to 8 or 4 bits, as `LLM(quantization=)` reads it.
+
+    Args:
+        model: a model directory, or a name on the Hugging Face Hub.
+        output: the new directory.
+        quantization: "fp8", "int8" or "int4".
+        revision: branch, tag or commit of a model on the hub.
+        dtype: dtype to compute in, which is that of scales, see `load_model`.
+        ignore_config_keys: keys of config.json to ignore, see `LLM`.
+        progress: show progress bars on stderr.
+
+    Returns:
+        One line on what was written.
+
+    Raises:
+        ValueError: an option is unknown, or the checkpoint is quantised already.
+        FileExistsError: the output is there already.
+        UnknownConfig, BadCheckpoint, OSError: as `load_model`.
+    """
+    directory = resolve_model(model, revision, progress=progress)
+    config = load_config(directory, ignore_config_keys=ignore_config_keys)
+    check_quantization(quantization, scheme_of(directory))
+    fetch_weights(model, directory, revision, progress=progress)
+    decoder, stored = build_model(config), resolve_dtype(dtype, config.dtype)
+    return write_rounded(
+        directory,
+        Path(output),
+        decoder,
+        rules_for(config),
+        dtype=stored,
+        quantization=quantization,
+    )
 
 
 def resolve_dtype(dtype: str, checkpoint: str) -> str:

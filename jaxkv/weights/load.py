@@ -102,7 +102,7 @@ def load_by_rules(
     with open_checkpoint(folder) as stored:
         plans, structure = plan_leaves(with_scales(stored, scheme), model, rules, dtype, folder)
         if quantization is not None:
-            plans = [_rounded(plan, model, quantization) for plan in plans]
+            plans = [rounded_plan(plan, model, quantization) for plan in plans]
         made = _leaves(plans, model)
         leaves = [
             leaf for one in made for leaf in (one.leaves if isinstance(one, FewBitsLeaf) else [one])
@@ -177,7 +177,9 @@ def expected_shapes(
     )
 
 
-def _rounded[S: Readable](plan: LeafPlan[S], model: Loadable, quantization: str) -> LeafPlan[Any]:
+def rounded_plan[S: Readable](
+    plan: LeafPlan[S], model: Loadable, quantization: str
+) -> LeafPlan[Any]:
     """Returns the plan of a leaf that may be in few bits with its sources rounded; any other one unchanged."""
     fits = moves_rows(plan.arrangement.combine, len(plan.shape)) and not plan.offset
     if plan.target not in model.few_bits_leaves() or not fits:

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.weights.quantised.leaf import moves_rows, suits_group
-from jaxkv.weights.quantised.rounding import ROUNDINGS
+from jaxkv.weights.quantised.rounding import ROUNDINGS, scales_for
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import Recipe
 from pallas_kernels.formats.few_bits import CODES, FewBits
@@ -29,7 +30,7 @@ def expected_type(
         rounding = ROUNDINGS[quantization]
         if not moves_rows(recipe.combine, len(plain.shape)):
             return plain
-        scales = plain.dtype if rounding.groups else jnp.float32
+        scales = scales_for(np.dtype(plain.dtype))
         return _few_bits(plain.shape, rounding.code, rounding.group(inner), scales)
     if scheme is None or any(scheme.ignores(name) for name in recipe.sources):
         return plain

@@ -82,17 +82,24 @@ class _Rows:
         )
 
 
+def scales_for(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of scales of a model in `dtype`: the same, or float32 for float16, whose range is too small.
+
+    Codes are rounded with the scale as it is stored, so its own rounding adds no error.
+    """
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
 def rounded(tensor: StoredTensor, rounding: Rounding, dtype: np.dtype) -> QuantisedTensor:
     """Returns a plain tensor as one of few bits.
 
     Args:
         tensor: the tensor, whose last axis is the inputs.
         rounding: how it is rounded.
-        dtype: dtype of scales of groups; those of rows are float32.
+        dtype: dtype to compute in, see `scales_for`.
     """
     columns = tensor.shape[-1]
-    kept = dtype if rounding.groups else np.dtype(np.float32)
-    rows = _Rows((tensor,), rounding, columns, kept)
+    rows = _Rows((tensor,), rounding, columns, scales_for(dtype))
     groups = np.arange(columns) // rounding.group(columns)
     return QuantisedTensor(
         tensor.name, tensor.shape, rounding.code, rows, groups, transposed=tensor.transposed

@@ -1,0 +1,73 @@
+"""Files that the formats' own libraries write mean here what they mean there. Each test needs its library."""
+
+import numpy as np
+import pytest
+
+from tests.weights.quantised.definitions import FILES, File
+from tests.weights.quantised.test_formats import in_few_bits, meant, opened, weight_of
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_weights_packed_by_compressed_tensors(tmp_path, kit, bits, symmetric, ordered):
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    draw = torch.Generator().manual_seed(bits)
+    rows, columns, group = 24, 128, 32
+    said = {"num_bits": bits, "type": "int", "symmetric": symmetric}
+    said |= {"strategy": "group", "group_size": group}
+    settings = quantization.QuantizationArgs(**said)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=settings)
+    state = {
+        "weight": torch.randn((rows, columns), generator=draw),
+        "weight_scale": torch.rand((rows, columns // group), generator=draw) / 4 + 0.01,
+    }
+    if not symmetric:
+        middle = 1 << bits - 1
+        shape = (rows, columns // group)
+        state["weight_zero_point"] = torch.randint(-middle, middle, shape, generator=draw).to(
+            torch.int8
+        )
+    if ordered:
+        places = torch.arange(columns)[torch.randperm(columns, generator=draw)] // group
+        state["weight_g_idx"] = places.to(torch.int32)
+    compressor = library.PackedQuantizationCompressor
+    packed = compressor.compress(state, scheme)
+    if ordered:
+        # The library forgets the order; each column's own group says what the codes mean.
+        codes = library.unpack_from_int32(
+            packed["weight_packed"], bits, torch.Size((rows, columns))
+        )
+        points = state.get("weight_zero_point", torch.zeros((rows, columns // group)))
+        wanted = (codes.float() - points.float()[:, places]) * state["weight_scale"][:, places]
+    else:
+        wanted = compressor.decompress(packed, scheme)["weight"]
+    tensors = {f"a.{name}": value.numpy() for name, value in packed.items()}
+    tensors["a.weight_shape"] = tensors["a.weight_shape"].astype(np.int32)
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    file = File(config | {"config_groups": {"x": {"weights": said}}}, tensors, wanted.numpy())
+    with opened(tmp_path, kit, file) as stored:
+        weight = weight_of(stored, file)
+        got = np.empty(rows * columns, np.float32)
+        weight.read(got)
+        np.testing.assert_array_equal(got.reshape(rows, columns), file.means)
+        few = in_few_bits(weight)
+    if isinstance(few, str):
+        assert (bits, symmetric) == (8, False)
+        return
+    np.testing.assert_array_equal(meant(few), file.means)
+
+
+def test_weights_as_autoawq_widens_them():
+    library = pytest.importorskip("awq.utils.packing_utils", exc_type=ImportError)
+    file = FILES["awq-128"]
+    words, zeros, scales = (
+        torch.from_numpy(file.tensors[f"a.{name}"]) for name in ("qweight", "qzeros", "scales")
+    )
+    theirs = library.dequantize_gemm(words, zeros, scales.float(), 4, 128)
+    np.testing.assert_array_equal(theirs.numpy().T, file.means)
