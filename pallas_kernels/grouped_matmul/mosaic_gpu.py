@@ -38,8 +38,6 @@ def refusal(
     result: DTypeLike | None = None,
 ) -> str | None:
     """Returns why the kernel does not support these arrays on any device, or `None` if it does."""
-    if isinstance(weight, FewBits):
-        return "weights in few bits are multiplied by XLA"
     return Geometry.of(weight, x, group_axis=group_axis, result=result).refusal()
 
 
@@ -84,4 +82,7 @@ def _multiply(
     missing = schedule.padded_rows(geometry) - geometry.rows
     x = jnp.pad(x, ((0, missing), (0, 0))) if missing else x
     visits = table(group_sizes, geometry, schedule)
-    return Kernel(geometry, schedule).build(interpret)(weight, x, visits)
+    codes, *factors = jax.tree.leaves(weight)
+    # One axis of rows; `Block.factors_of` indexes it.
+    factors = [array.reshape(-1, array.shape[-1]) for array in factors]
+    return Kernel(geometry, schedule).build(interpret)(codes, *factors, x, visits)

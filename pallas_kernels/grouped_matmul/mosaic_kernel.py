@@ -19,17 +19,23 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.formats.few_bits import CODES
 from pallas_kernels.grouped_matmul.mosaic_schedule import PIECE, STAGED, Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_store import store_left_rows, store_right_rows
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW
+from pallas_kernels.mosaic.few_bits_turn import Factors, add_products, turn_factors
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
 # Registers per thread (setmaxnreg) of two consumers and a producer, 504 in total; each warpgroup starts with 168.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+
+# Widest window for which the registers hold two products of a weight in few bits at once.
+_FEW = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Kernel:
         """Returns the function of weight, x and the table of visits that launches the kernel."""
         g, s = self.geometry, self.schedule
         return plgpu.kernel(
-            self._body,
+            partial(self._body, interpret),
             out_type=jax.ShapeDtypeStruct((g.rows, g.out), g.result),
             scratch_types=self._scratch(),
             grid=(s.grid(g),),
@@ -59,22 +65,26 @@ class Kernel:
     def _scratch(self) -> dict[str, Any]:
         g, s = self.geometry, self.schedule
 
-        def slots(rows: int) -> Any:  # noqa: ANN401 - private to JAX
-            shape = (s.stages, rows, s.chunk)
-            return plgpu.SMEM(shape, g.dtype, transforms=swizzled(PIECE, g.dtype))
+        def slots(rows: int, width: int, dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
+            transforms = swizzled(width, dtype)
+            return plgpu.SMEM((s.stages, rows, width), dtype, transforms=transforms)
 
+        stored = g.dtype if g.packing is None else CODES[g.packing.code].stored
+        width = s.chunk if g.packing is None else s.chunk * g.bits // 8
         return {
-            "weights": slots(s.columns),
-            "rows": slots(s.window),
+            "weights": slots(s.columns, width, stored),
+            "rows": slots(s.window, s.chunk, g.dtype),
             "staged": plgpu.SMEM(s.staged_shape(), s.staged_dtype(g)),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
             "free": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
         }
 
-    def _body(self, weight: Ref, x: Ref, visits: Ref, out: Ref, **scratch: Ref) -> None:
-        refs = {"weight": weight, "x": x, "visits": visits, "out": out} | scratch
+    def _body(self, interpret: bool, *arrays: Ref, **scratch: Ref) -> None:
+        packing = self.geometry.packing
+        names = ["weight", *(packing.names if packing else []), "x", "visits", "out"]
+        refs = dict(zip(names, arrays, strict=True)) | scratch
         warpgroup, consumers = lax.axis_index("warpgroup"), self.schedule.consumers
-        block = Block(self, refs)
+        block = Block(self, refs, interpret)
         # Blocks of narrow windows need few registers, and two are resident per SM.
         is_wide = self.schedule.left == "rows" and consumers > 1
 
@@ -94,9 +104,9 @@ class Kernel:
 class Block:
     """One block. A *pair* is a visit and a tile; a *step* counts the turns (iterations) of all its pairs."""
 
-    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], interpret: bool) -> None:
         g, s = kernel.geometry, kernel.schedule
-        self.geometry, self.schedule, self.refs = g, s, refs
+        self.geometry, self.schedule, self.refs, self.interpret = g, s, refs, interpret
         self.turns, self.tiles, self.grid = s.turns(g), s.tiles(g), s.grid(g)
         self.number = lax.axis_index("block")
         pairs = refs["visits"][COUNT, 0] * self.tiles
@@ -154,10 +164,14 @@ class Block:
         g, s, refs = self.geometry, self.schedule, self.refs
         inner = pl.ds(pl.multiple_of(turn * s.chunk, PIECE), s.chunk)
         columns = pl.ds(column, s.columns)
+        stored = inner
+        if g.packing is not None:
+            octets = s.chunk * g.bits // 8
+            stored = pl.ds(pl.multiple_of(turn * octets, swizzle_of(octets)), octets)
         place = (group, columns) if g.group_axis == 0 else (columns, group)
         arrived = refs["arrived"].at[slot]
         plgpu.copy_gmem_to_smem(
-            refs["weight"].at[(*place, inner)], refs["weights"].at[slot], arrived
+            refs["weight"].at[(*place, stored)], refs["weights"].at[slot], arrived
         )
         rows = refs["x"].at[pl.ds(first, s.window), inner]
         plgpu.copy_gmem_to_smem(rows, refs["rows"].at[slot], arrived)
@@ -168,7 +182,11 @@ class Block:
         def process_pair(pair: Array, carry: None) -> None:
             visit, column = self.find(pair)
             first, low, high = (self.refs["visits"][fact, visit] for fact in (FIRST, LOW, HIGH))
-            sums = self.multiply(warpgroup, pair)
+            if self.geometry.packing is None:
+                sums = self.multiply(warpgroup, pair)
+            else:
+                group = self.refs["visits"][GROUP, visit]
+                sums = self.multiply_few_bits(warpgroup, pair, group, column)
             staged = self.refs["staged"].at[warpgroup]
             if self.schedule.left == "weight":
                 place = column + warpgroup * WGMMA_ROWS
@@ -208,3 +226,41 @@ class Block:
             return sums[...]
 
         return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, s.width), jnp.float32))
+
+    def multiply_few_bits(
+        self, warpgroup: Array, pair: Array, group: Array, column: Array
+    ) -> Array:
+        """Returns the sums of a pair as `multiply` does; factors of the next turn are loaded during a turn."""
+        g, s, refs = self.geometry, self.schedule, self.refs
+        packing, interpret = g.packing, self.interpret
+        assert packing is not None
+        own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+        arrays = {name: refs[name] for name in packing.names}
+        row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=PER_ROW)
+        row += column + warpgroup * WGMMA_ROWS
+        row = group * g.out + row if g.group_axis == 0 else row * g.groups + group
+
+        def factors_of(turn: Array) -> list[Factors]:
+            first = row * 0 + turn * s.chunk
+            return turn_factors(arrays, row, first, s.chunk, packing, interpret=interpret)
+
+        def process_turn(
+            turn: Array, carry: tuple[list[Array], list[Factors]]
+        ) -> tuple[list[Array], list[Factors]]:
+            sums, factors = carry
+            following = factors_of(turn + 1)
+            slot = self.slot(pair * self.turns + turn)
+            plgpu.barrier_wait(refs["arrived"].at[slot])
+            codes, x = refs["weights"].at[slot, own], refs["rows"].at[slot]
+            ahead = int(s.window <= _FEW)
+            sums = add_products(
+                sums, codes, x, [factors], packing, ahead=ahead, interpret=interpret
+            )
+            # Threads have read the codes by ordinary loads, which a copy into the stage must not overtake.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs["free"].at[slot])
+            return sums, following
+
+        zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, s.width), jnp.float32), WGMMA)
+        carry = [zeros], factors_of(jnp.int32(0))
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, carry)[0][0]

@@ -5,7 +5,7 @@ A *tile* is the columns of the result that a block computes of a visit. A *turn*
 and a *chunk* its elements. A *slot* is a pipeline stage in shared memory, which holds one turn.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from pallas_kernels.device import (
     WGMMA_ROWS,
 )
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.mosaic.few_bits_turn import Packing
 
 # 16-bit elements in the widest swizzle.
 PIECE = 64
@@ -36,6 +37,8 @@ _MOST_CONSUMERS = 2
 _OTHER_BYTES = 2048 + 512
 # Most pipeline stages; more do not increase the bandwidth.
 _MOST_STAGES = 8
+# Most bytes of a row of a weight in few bits per turn, and most stages.
+_FEW_BITS_BYTES, _MOST_STAGES_OF_FEW_BITS = 128, 12
 # Windows of few rows, with which the weight is the left operand.
 _NARROW_WINDOWS = (16, 32, 64)
 _WIDE_WINDOW, _WIDE_COLUMNS = 128, (256, 192, 128)
@@ -53,8 +56,9 @@ class Geometry:
         out: columns of the result.
         inner: size of the contraction.
         group_axis: axis of the weight that counts its matrices: 0, or 1 if the matrices' rows are interleaved.
-        dtype: dtype of x and the weight.
+        dtype: dtype of x.
         result: dtype of the result.
+        packing: form of a weight in few bits; `None` for one of x's dtype.
     """
 
     rows: int
@@ -64,6 +68,7 @@ class Geometry:
     group_axis: int
     dtype: DTypeLike
     result: DTypeLike
+    packing: Packing | None = None
 
     @classmethod
     def of(
@@ -77,7 +82,8 @@ class Geometry:
         """Returns the geometry of these arrays."""
         groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]
         result = jnp.dtype(x.dtype if result is None else result)
-        return cls(x.shape[0], groups, out, x.shape[1], group_axis, x.dtype, result)
+        packing = Packing.of(weight) if isinstance(weight, FewBits) else None
+        return cls(x.shape[0], groups, out, x.shape[1], group_axis, x.dtype, result, packing)
 
     def refusal(self) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
@@ -91,7 +97,12 @@ class Geometry:
             return f"the weight must have a multiple of {ROW_TILE} rows, at least {WGMMA_ROWS}, got {self.out}"
         if not self.rows or not self.groups:
             return f"there must be rows and groups, got {self.rows} rows and {self.groups} groups"
-        return None
+        return None if self.packing is None else self.packing.refusal()
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number of the weight."""
+        return 16 if self.packing is None else self.packing.bits
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,9 @@ class Schedule:
         """
         wanted = 2 * geometry.rows / geometry.groups + _MOST_OFFSET
         window = next((width for width in _NARROW_WINDOWS if width >= wanted), _WIDE_WINDOW)
+        if geometry.packing is not None:
+            # The weight is always the left operand, which is widened in registers.
+            return cls._of_few_bits(geometry, min(window, _NARROW_WINDOWS[-1]))
         resident = 1
         if window == _WIDE_WINDOW:
             whole = [columns for columns in _WIDE_COLUMNS if geometry.out % columns == 0]
@@ -142,6 +156,17 @@ class Schedule:
         room = min(room, SHARED_BYTES_PER_BLOCK) - empty.shared_bytes(geometry)
         stages = min(room // empty.slot_bytes(geometry), _MOST_STAGES)
         return cls(window, columns, left, chunk, stages, resident * NUM_MULTIPROCESSORS)
+
+    @classmethod
+    def _of_few_bits(cls, geometry: Geometry, window: int) -> "Schedule":
+        """Returns the schedule for a weight in few bits: one block per SM, whose registers two consumers fill."""
+        columns = min(_MOST_CONSUMERS, geometry.out // WGMMA_ROWS) * WGMMA_ROWS
+        most = _FEW_BITS_BYTES * 8 // geometry.bits
+        chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
+        empty = cls(window, columns, "weight", chunks[-1], 0, NUM_MULTIPROCESSORS)
+        room = SHARED_BYTES_PER_BLOCK - empty.shared_bytes(geometry)
+        stages = min(room // empty.slot_bytes(geometry), _MOST_STAGES_OF_FEW_BITS)
+        return replace(empty, stages=stages)
 
     def refusal(self, geometry: Geometry) -> str | None:
         """Returns why the kernel cannot run under this schedule, or `None` if it can."""
@@ -160,6 +185,8 @@ class Schedule:
             return (
                 f"with rows on the left, columns must be a multiple of {STAGED}, got {self.columns}"
             )
+        if geometry.packing is not None and (self.left == "rows" or width > _NARROW_WINDOWS[-1]):
+            return f"a weight in few bits must be on the left, of at most {_NARROW_WINDOWS[-1]} rows, got {self}"
         if self.columns > geometry.out:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
         if self.chunk % PIECE or geometry.inner % self.chunk:
@@ -213,8 +240,8 @@ class Schedule:
 
     def slot_bytes(self, geometry: Geometry) -> int:
         """Returns the bytes of one stage."""
-        itemsize = jnp.dtype(geometry.dtype).itemsize
-        return (self.columns + self.window) * self.chunk * itemsize
+        rows = self.window * self.chunk * jnp.dtype(geometry.dtype).itemsize
+        return self.columns * self.chunk * geometry.bits // 8 + rows
 
     def staged_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the staged sums: consumers x rows of the left operand x columns with padding."""

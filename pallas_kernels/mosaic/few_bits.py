@@ -38,7 +38,7 @@ from pallas_kernels.mosaic.dialects import (
     vector,
 )
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.products import descriptor, in_layout, nvvm
+from pallas_kernels.mosaic.products import descriptor, in_layout, moved, nvvm
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
 UNIT = 32
@@ -153,16 +153,13 @@ def start_product(
                     both = _four_pairs(start, at, member, bases[half], code, kind)
                     left[half, step], left[half, step + 1] = both[:2], both[2:]
         nvvm.wgmma_fence_aligned()
+        right = descriptor(x_ref, 0, chunk // _ELEMENTS * ROW_TILE * _SWIZZLE)
         sums: list[Value] = []
         for step in range(columns // _STEP):
             low, high = left[0, step], left[1, step]
             tile, inside = divmod(first + step * _STEP, _ELEMENTS)
-            right = descriptor(
-                x_ref,
-                tile * ROW_TILE * _SWIZZLE + 2 * inside,
-                chunk // _ELEMENTS * ROW_TILE * _SWIZZLE,
-            )
-            sums = _multiply(sums, [low[0], high[0], low[1], high[1]], right, width, kind)
+            here = moved(right, tile * ROW_TILE * _SWIZZLE + 2 * inside)
+            sums = _multiply(sums, [low[0], high[0], low[1], high[1]], here, width, kind)
         nvvm.wgmma_commit_group_sync_aligned()
         return in_layout(sums, width)
 

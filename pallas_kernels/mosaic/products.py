@@ -117,6 +117,13 @@ def descriptor(operand: Value, offset: int, tile_bytes: int) -> Value:
     return llvm.or_(place, utils.c(fixed, i64))
 
 
+def moved(descriptor: Value, offset: int) -> Value:
+    """Returns the descriptor of columns `offset` bytes on; addresses of shared memory never overflow their field."""
+    i64 = ir.IntegerType.get_signless(64)
+    flags = llvm.IntegerOverflowFlags.none
+    return llvm.add(descriptor, utils.c(offset >> _UNIT_BITS, i64), overflow_flags=flags)
+
+
 def _multiply(sums: list[Value], operands: list[Value], columns: int) -> list[Value]:
     """Issues one wgmma and returns the accumulator's registers; it adds to `sums` unless they are empty."""
     f32, count = ir.F32Type.get(), columns // 2

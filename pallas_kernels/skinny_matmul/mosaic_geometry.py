@@ -1,8 +1,7 @@
 """Geometry of the `skinny_matmul` kernel: sizes, dtypes and limits; host code."""
 
 from dataclasses import dataclass
-from math import ceil, gcd
-from typing import NamedTuple
+from math import ceil
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -10,58 +9,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.fixed_order import is_fixed
-from pallas_kernels.formats.few_bits import CODES, FewBits
-from pallas_kernels.mosaic.few_bits import SCALES, UNIT
+from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.mosaic.few_bits_turn import Packing
 from pallas_kernels.mosaic.tiles import swizzle_of
 
 MOST_ROWS = 64
 # Columns of x that a row of a swizzled tile has, so that a piece has a multiple of them.
 _COLUMNS = 64
-# Most columns of a weight in few bits whose sums are scaled at once; their left operands fill 32 registers.
-_SPAN = 128
-
-
-class Packing(NamedTuple):
-    """The form of a weight in few bits.
-
-    Attributes:
-        code: name in `CODES`.
-        group: columns per scale.
-        groups: scales per row.
-        scales: dtype of the scales.
-        has_zeros: whether there are zero points.
-    """
-
-    code: str
-    group: int
-    groups: int
-    scales: str
-    has_zeros: bool
-
-    @classmethod
-    def of(cls, weight: FewBits) -> "Packing":
-        """Returns the form of a weight."""
-        scales = jnp.dtype(weight.scales.dtype).name
-        groups = weight.scales.shape[-1]
-        return cls(weight.code, weight.group, groups, scales, weight.zeros is not None)
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return CODES[self.code].bits
-
-    @property
-    def span(self) -> int:
-        """Columns whose sums are scaled at once."""
-        return _SPAN if self.groups == 1 else gcd(self.group, _SPAN)
-
-    def refusal(self) -> str | None:
-        """Returns why a kernel cannot multiply such a weight, or `None` if it can."""
-        if self.scales not in SCALES:
-            return f"scales must be one of {', '.join(SCALES)}, got {self.scales}"
-        if self.span % UNIT:
-            return f"a scale must be that of a multiple of {UNIT} columns, got {self.group}"
-        return None
 
 
 @dataclass(frozen=True)

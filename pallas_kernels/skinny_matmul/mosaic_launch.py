@@ -108,7 +108,7 @@ class Kernel:
 
     def _body(self, interpret: bool, *refs: Ref, **scratch: Ref) -> None:
         packing = self.geometry.packing
-        parts = [] if packing is None else ["scales", "zeros"][: 1 + packing.has_zeros]
+        parts = [] if packing is None else packing.names
         names = ["weight", *parts, "x", *self.ending.inputs, *self.ending.outputs]
         named = dict(zip(names, refs, strict=True))
         first = None

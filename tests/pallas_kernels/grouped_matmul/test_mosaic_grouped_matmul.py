@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW, table
 from tests.pallas_kernels.contract import bits, device
+from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
 from tests.tolerances import assert_output
 
@@ -61,6 +62,27 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
     result = interpreted(inputs, cuts)
     assert result.dtype == jnp.dtype(case.result or "bfloat16")
     assert_output(result, oracle(inputs), "bfloat16")
+    assert not races()
+
+
+FEW_BITS = {
+    "mxfp4": (Case("", (3, 0, 20, 1), 320, 128), (16, 128, "weight", 64, 2, 3)),
+    "int4 by 128, zeros": (Case("", (1, 0, 2), 512, 72, 1), (16, 64, "weight", 256, 2, 1)),
+    "e4m3 by 128": (Case("", (1, 0, 0, 9), 256, 64), (32, 64, "weight", 128, 2, 9)),
+}
+
+
+@pytest.mark.parametrize("kind", FEW_BITS)
+def test_interpreted_weights_in_few_bits_are_exact(kind, races):
+    """With hostile scales: each expert has its own, on either axis."""
+    case, cuts = FEW_BITS[kind]
+    inputs = case.inputs(1) | {"result": "float32"}
+    weight = drawn(kind, case.weight_shape[:2], case.inner, hostile=True)
+    found = interpreted(inputs | {"weight": weight}, cuts)
+    exactly = exact(weight)
+    wanted = oracle(inputs | {"weight": exactly})
+    most = oracle(inputs | {"weight": np.abs(exactly), "x": np.abs(inputs["x"].astype(np.float64))})
+    assert np.all(np.abs(np.asarray(found, np.float64) - wanted) <= 1e-6 * most)
     assert not races()
 
 

@@ -6,6 +6,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels.formats.few_bits import FewBits
     from pallas_kernels.grouped_matmul import mosaic_gpu
     from pallas_kernels.grouped_matmul.cases import CASES
 
@@ -24,5 +25,14 @@ def programs():
 
         return run, (x, weight, sizes)
 
+    def in_mxfp4(name):
+        case = cases[name]
+        lead = case.weight_shape[:2]
+        codes = jax.ShapeDtypeStruct((*lead, case.inner // 2), jnp.uint8)
+        scales = jax.ShapeDtypeStruct((*lead, case.inner // 32), jnp.float8_e8m0fnu)
+        run, (x, _, sizes) = multiply(name)
+        return run, (x, FewBits(codes, scales, None, None, "float4_e2m1fn"), sizes)
+
     names = ["qwen3-next-up-t8", "gpt-oss-up-t8", "gpt-oss-down-t2048"]
-    return {name: multiply(name) for name in names}
+    few = {f"{name} mxfp4": in_mxfp4(name) for name in ("gpt-oss-up-t8", "gpt-oss-down-t2048")}
+    return {name: multiply(name) for name in names} | few

@@ -29,9 +29,15 @@ MODULES = {
 FEW = {
     "choices": ("index_topk", "filter_bounds"),
     "decode": ("batch 64", "fp8"),
-    "grouped": ("gpt-oss-up-t8", "gpt-oss-down-t2048"),
+    "grouped": ("gpt-oss-up-t8", "gpt-oss-up-t8 mxfp4", "gpt-oss-down-t2048"),
     "ragged": ("llama", "fp8"),
-    "skinny": ("8b-o-b64", "8b-gate-up-b1", "8b-logits-b64", "8b-down-b64, 37 rows"),
+    "skinny": (
+        "8b-o-b64",
+        "8b-gate-up-b1",
+        "8b-logits-b64",
+        "8b-down-b64, 37 rows",
+        "8b-gate-up-b64 int4 by 128, zeros",
+    ),
     "states": ("causal_conv", "causal_conv one token each", "ssd_update", "ssd_scan"),
     "writes": (
         "page_write",

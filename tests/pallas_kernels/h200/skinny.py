@@ -9,9 +9,11 @@ def programs():
     import jax.numpy as jnp
 
     from pallas_kernels.fixed_order import fixed_order
+    from pallas_kernels.formats.few_bits import CODES, FewBits
     from pallas_kernels.skinny_matmul import mosaic_gpu
     from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
     from pallas_kernels.skinny_matmul.cases import CASES
+    from tests.pallas_kernels.few_bits import KINDS
 
     cases = {case.name: case for case in CASES}
 
@@ -45,6 +47,27 @@ def programs():
 
         return run, (x, weight, squares, norms, *residual)
 
+    def in_few_bits(name, kind):
+        """Returns the product with a weight in 8 or 4 bits."""
+        case, (code, group, scales, has_zeros) = cases[name], KINDS[kind]
+        weights = case.out * (2 if case.gated else 1)
+        groups = case.inner // (group or case.inner)
+        shape = partial(jax.ShapeDtypeStruct, (weights, groups))
+        octets = case.inner * CODES[code].bits // 8
+        weight = FewBits(
+            jax.ShapeDtypeStruct((weights, octets), CODES[code].stored),
+            shape(jnp.dtype(scales)),
+            shape(jnp.uint8) if has_zeros else None,
+            None,
+            code,
+        )
+        x = jax.ShapeDtypeStruct((case.rows, case.inner), jnp.bfloat16)
+        options = MatmulOptions(case.activation, case.gated)
+        return lambda x, weight: mosaic_gpu.skinny_matmul(MatmulArrays(weight, x), options), (
+            x,
+            weight,
+        )
+
     products = ("o", "gate-up", "down", "logits")
     names = [f"8b-{product}-b{rows}" for product in products for rows in (1, 64)]
     names += ["0.6b-down-b8", "70b-tp4-qkv-b16"]
@@ -55,4 +78,16 @@ def programs():
         f"8b-{product}, {rows} rows in a fixed order": in_fixed_order(f"8b-{product}-b64", rows)
         for product, rows in (("o", 1), ("o", 300), ("gate-up", 300), ("down", 2048))
     }
-    return {name: multiply(name) for name in names} | uneven | grouped
+    few = {
+        f"{name} {kind}": in_few_bits(name, kind)
+        for name, kind in (
+            ("8b-gate-up-b1", "e4m3 by row"),
+            ("8b-o-b16", "e4m3 by 128"),
+            ("8b-down-b64", "int8 by row"),
+            ("8b-down-b64", "int4 by 128"),
+            ("8b-gate-up-b64", "int4 by 128, zeros"),
+            ("8b-o-b1", "int4 by 32"),
+            ("8b-o-b16", "mxfp4"),
+        )
+    }
+    return {name: multiply(name) for name in names} | uneven | grouped | few
