@@ -230,7 +230,7 @@ class Block:
     def multiply_few_bits(
         self, warpgroup: Array, pair: Array, group: Array, column: Array
     ) -> Array:
-        """Returns the sums of a pair as `multiply` does; factors of the next turn are loaded during a turn."""
+        """Returns the sums of a pair as `multiply` does; factors of the next turn are loaded at the end of one."""
         g, s, refs = self.geometry, self.schedule, self.refs
         packing, interpret = g.packing, self.interpret
         assert packing is not None
@@ -248,7 +248,6 @@ class Block:
             turn: Array, carry: tuple[list[Array], list[Factors]]
         ) -> tuple[list[Array], list[Factors]]:
             sums, factors = carry
-            following = factors_of(turn + 1)
             slot = self.slot(pair * self.turns + turn)
             plgpu.barrier_wait(refs["arrived"].at[slot])
             codes, x = refs["weights"].at[slot, own], refs["rows"].at[slot]
@@ -259,7 +258,8 @@ class Block:
             # Threads have read the codes by ordinary loads, which a copy into the stage must not overtake.
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs["free"].at[slot])
-            return sums, following
+            # Behind the fence, which waits for all loads before it.
+            return sums, factors_of(turn + 1)
 
         zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, s.width), jnp.float32), WGMMA)
         carry = [zeros], factors_of(jnp.int32(0))

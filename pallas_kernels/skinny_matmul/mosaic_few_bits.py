@@ -1,6 +1,6 @@
 """The `skinny_matmul` kernel's loop over weights in 8 and 4 bits, which it widens in registers.
 
-Scales of the next turn are loaded during a turn.
+Scales of the next turn are loaded at the end of a turn.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -36,14 +36,14 @@ def multiply_few_bits(block: Block, tile: Array, *, interpret: bool) -> list[Arr
         turn: Array, carry: tuple[list[Array], list[list[Factors]]]
     ) -> tuple[list[Array], list[list[Factors]]]:
         sums, factors = carry
-        following = factors_of(turn + 1)
         step = tile * block.turns + turn
         slot = block.arrive(step)
         codes, x = refs["weights"].at[slot], refs["inputs"].at[slot]
         ahead = int(width <= _FEW)
         sums = add_products(sums, codes, x, factors, packing, ahead=ahead, interpret=interpret)
         block.refill(step)
-        return sums, following
+        # Behind the fence of `refill`, which waits for all loads before it.
+        return sums, factors_of(turn + 1)
 
     zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), WGMMA)
     carry = [zeros] * count, factors_of(jnp.int32(0))
