@@ -67,9 +67,10 @@ _LONG = (
     "models/families/test_parity.py",
     "models/families/test_hybrid_parity.py",
     "structured/test_generated_text.py",
-    "torch_bridge/ops/test_direct.py",
+    "test_generation.py",
+    "models/test_flax_model.py",
 )
-"""Files of 20 CPU seconds and more. They run first, so that no process waits at the end for another's long file."""
+"""Files of about 20 CPU seconds. They run first, so that no process waits at the end for another's long file."""
 
 
 def pytest_collection_modifyitems(items):

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import jsonschema_rs
 import numpy as np
@@ -51,7 +52,16 @@ def constrained(params=GREEDY, **outputs):
 
 
 @pytest.fixture(scope="module")
-def llm():
+def optimised():
+    """Compiles as users do: few programs here, which run a thousand times (compare tests/conftest.py)."""
+    quick = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
+@pytest.fixture(scope="module")
+def llm(optimised):
     with LLM(**PINNED) as one:
         yield one
 
