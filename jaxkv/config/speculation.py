@@ -27,6 +27,8 @@ class SpeculationConfig:
             because each token then costs time: with 4 drafts, those of more than 12 rows.
         longest_ngram: most tokens at the end of the text that are searched for earlier in it (vLLM: prompt_lookup_max).
         shortest_ngram: fewest such tokens (vLLM: prompt_lookup_min).
+        adaptive: draft only while a token takes less time with drafts than without, as measured while requests are
+            served. Without it, every step that can have drafts has them.
 
     Raises:
         ValueError: a field is out of range or of the wrong type.
@@ -36,6 +38,7 @@ class SpeculationConfig:
     tokens: int = 4
     longest_ngram: int = 4
     shortest_ngram: int = 2
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or of the wrong type."""
@@ -45,6 +48,8 @@ class SpeculationConfig:
             )
         check_fields(self, as_int, 1, 31, "tokens")
         check_fields(self, as_int, 1, 64, "longest_ngram", "shortest_ngram")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive must be True or False, got {shown(self.adaptive)}")
         if self.shortest_ngram > self.longest_ngram:
             raise ValueError(
                 f"shortest_ngram must be at most longest_ngram, got {self.shortest_ngram} and {self.longest_ngram}"

@@ -105,7 +105,9 @@ class Engine:
             whole=whole,
             refusal=runner.refusal,
         )
-        self.speculation = open_speculation(runner.model, layout, self.shapes, config.speculation)
+        self.speculation = open_speculation(
+            runner.model, layout, self.shapes, config.speculation, clock
+        )
         steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
         self.multi_step = MultiStep(runner, self.shapes, self.oom_backoff, steps)
         page_sizes = {group.page_size for group in layout.paged_groups}

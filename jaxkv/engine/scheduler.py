@@ -187,8 +187,6 @@ class Scheduler:
     def _draft(self, parts: list[Part]) -> bool:
         """Adds drafts to the decode parts of a step without prompts, as far as pages are free; returns whether any."""
         assert self._speculation is not None
-        if any(part.count != 1 or not part.emits for part in parts):
-            return False
         for index, drafts in enumerate(self._speculation.draft(parts)):
             sequence, start = parts[index].sequence, parts[index].start
             if drafts and not self._reserve_ahead(sequence, start + 1 + len(drafts)):

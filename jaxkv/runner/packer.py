@@ -77,7 +77,7 @@ class Packer:
         if shape.steps > 1:
             fields["left"][:count] = rows.left
             last_lens = seq_lens + _ints(rows.left) - 1
-        if shape.drafts:
+        if rows.drafts:
             fields["drafts"][:count] = rows.drafts
         for group in self._paged:
             self._fill_pages(group, fields, rows, starts, entries, owner, positions, last_lens)
@@ -112,7 +112,7 @@ class Packer:
                 f"a program of {shape.steps} steps needs rows that take part in 1 to {shape.steps} of them, "
                 f"got {rows.left} for {len(lens)} rows"
             )
-        if any(rows.drafts) or shape.drafts:
+        if rows.drafts:
             self._check_drafts(shape, rows)
         if len(rows.pending_checkpoints) > shape.pending_checkpoints:
             raise ValueError(

@@ -70,7 +70,7 @@ class StepRows(NamedTuple):
             grammar. May be empty if no row has one.
         given: the tokens that each row takes in the program's steps in place of sampled ones, which a program with
             log-probabilities reads; an empty one for a row that samples. May be empty if all rows sample.
-        drafts: how many of each row's last tokens are drafts to verify; empty for programs that verify none.
+        drafts: how many of each row's last tokens are drafts to verify; may be empty if there are none.
     """
 
     sequences: Sequence[int]

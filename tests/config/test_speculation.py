@@ -30,6 +30,7 @@ def test_the_options_are_the_same_under_the_names_of_vllm():
         ({"tokens": 0}, r"tokens must be an int in \[1, 31\], got 0"),
         ({"shortest_ngram": 5}, "at most longest_ngram, got 5 and 4"),
         ({"token": 3}, "the closest is tokens"),
+        ({"adaptive": 1}, "adaptive must be True or False, got 1"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""A drafter that knows the answers, and is right with a given probability."""
+"""A drafter that knows the answers and is right with a given probability, and a pace that knows no clock."""
 
 
 class Guesser:
@@ -31,3 +31,21 @@ class Guesser:
             else draw.randrange(self._vocab_size)
             for at in range(count)
         ]
+
+
+class AnyPace:
+    """Stands in for `Pace`: drafts in steps drawn at random, with a probability."""
+
+    pauses, is_paused = 0, False
+
+    def __init__(self, draw, probability):
+        self._draw, self._probability = draw, probability
+
+    def may_draft(self, rows):
+        return self._draw.random() < self._probability
+
+    def next_step(self, rows, length):
+        return self._draw.random() < self._probability
+
+    def interrupt(self):
+        pass

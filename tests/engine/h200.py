@@ -144,6 +144,7 @@ def lowerings():
     several = dataclasses.replace(step, steps=4)
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     prompt = StepSpec(tokens=128, rows=ROWS, table_widths=(WIDTH,))
+    verify = StepSpec(tokens=64, rows=ROWS, table_widths=(WIDTH,), drafts=4)
     alone = StepSpec(tokens=1, rows=1, table_widths=(1,), decode=True)
     decode = sequence_runner("xla", layers=1).runner.program(step)
 
@@ -208,6 +209,10 @@ def lowerings():
         "multi_step": lambda: sequence_runner("xla", layers=1).runner.program(several),
         "prefill": lambda: sequence_runner("mosaic_gpu").runner.program(mixed),
         "prefill_invariant": lambda: invariant(mixed),
+        "verify": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(verify),
+        "verify_weighed": lambda: processing("mosaic_gpu", layers=1).program(
+            dataclasses.replace(verify, features=dataclasses.replace(chosen, processors=True))
+        ),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
         "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),
         "readmit": lambda: sequence_runner("xla").runner.program(AdmitSpec(1, 64, returning=True)),

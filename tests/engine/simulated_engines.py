@@ -18,7 +18,7 @@ from jaxkv.plan import plan_cache, tokens_ahead
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
-from tests.engine.drafters import Guesser
+from tests.engine.drafters import AnyPace, Guesser
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_memory import SlowMemory
 from tests.engine.simulated_requests import LONGEST, TOKENIZER, answer
@@ -87,6 +87,7 @@ class Setting:
         most_rebuilds, idle_checks: see `EngineConfig`.
         drafts: most drafts of a row; 0 for no speculation.
         rightness: probability of each draft to be right.
+        drafted_share: probability of each step to have drafts; `None` to decide by measured times.
     """
 
     kind: str
@@ -106,6 +107,7 @@ class Setting:
     idle_checks: bool = True
     drafts: int = 0
     rightness: float = 0.0
+    drafted_share: float | None = 1.0
 
 
 def draw_setting(draw, kind, **fixed):
@@ -171,6 +173,8 @@ def engine_of(draw, setting):
             lambda request: answer(request, setting.broken_every).token_ids,
             VOCAB,
         )
+        if setting.drafted_share is not None:
+            engine.speculation.pace = AnyPace(draw, setting.drafted_share)
     if engine.host is not None:
         engine.host.transfers.memory = SlowMemory(draw)
     if setting.coarse:

@@ -15,7 +15,8 @@ CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "d
 PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
 ADAPTED = "decode_adapted"
 INVARIANT = "prefill_invariant"
-STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, ADAPTED, "prefill", INVARIANT)
+VERIFY = ("verify", "verify_weighed")
+STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, ADAPTED, "prefill", INVARIANT, *VERIFY)
 GENERATES = ("generate_short", "generate")
 GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
 BESIDE = ("copy", "readmit", "readmit_processed")
@@ -47,7 +48,7 @@ MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW = (
     *(MANY_ROWS, *CHOOSING, *PROCESSED, ADAPTED, "generate", ODD, LATE, SOLVING),
-    *(*MORE_HYBRID, *LATENT, *MORE_WINDOWS, INVARIANT),
+    *(*MORE_HYBRID, *LATENT, *MORE_WINDOWS, INVARIANT, *VERIFY),
 )
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
@@ -65,6 +66,8 @@ KERNELS = {
     "prefill": 2 * 2 + 1,
     # With a fixed order of sums, prompts have the kernels of decode steps.
     INVARIANT: 6 + 1,
+    # So have the few tokens of steps that verify drafts.
+    VERIFY[0]: 6 + 1,
     "windows_gemma_decode": 13,
     "windows_gpt_oss_decode": 13,
     "windows_gemma_prefill": 5,

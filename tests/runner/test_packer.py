@@ -186,6 +186,8 @@ def test_a_row_has_no_more_drafts_than_its_program_verifies(packer):
     fields = packer.packed_layout.arrangements(shape)[0].split(ints)
     assert fields["drafts"].tolist() == [2, 0, 0, 0]
     assert fields["block_stop"].tolist() == [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
+    ints, _ = packer.pack(shape, rows._replace(drafts=()), allocator)
+    assert not packer.packed_layout.arrangements(shape)[0].split(ints)["drafts"].any()
     for drafts, one in (([3, 0], shape), ([2], shape), ([2, 0], replace(shape, drafts=0))):
         with pytest.raises(ValueError, match="drafts needs rows with up to that many"):
             packer.pack(one, rows._replace(drafts=drafts), allocator)

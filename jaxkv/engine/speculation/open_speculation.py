@@ -1,15 +1,22 @@
 """Makes the drafter of an engine, and refuses models whose tokens cannot be taken back."""
 
+from collections.abc import Callable
+
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.speculation.ngrams import NgramDrafter
+from jaxkv.engine.speculation.pace import Pace
 from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.models.protocol import Model
 from jaxkv.runner.step_shapes import StepShapes
 
 
 def open_speculation(
-    model: Model, layout: CacheLayout, shapes: StepShapes, config: SpeculationConfig | None
+    model: Model,
+    layout: CacheLayout,
+    shapes: StepShapes,
+    config: SpeculationConfig | None,
+    clock: Callable[[], float],
 ) -> Speculation | None:
     """Returns the drafts of an engine; `None` if it drafts none.
 
@@ -18,6 +25,7 @@ def open_speculation(
         layout: groups of its cache.
         shapes: padded shapes of the engine's steps.
         config: the options.
+        clock: returns seconds; must be monotonic.
 
     Raises:
         ValueError: the model has states that cannot be taken back, or computes prompts in one step, or no step holds
@@ -42,4 +50,5 @@ def open_speculation(
             f"before them; raise token_budget or lower SpeculationConfig.tokens"
         )
     drafter = NgramDrafter(config.longest_ngram, config.shortest_ngram)
-    return Speculation(drafter, config.tokens, lambda: shapes.most_verified)
+    pace = Pace(clock, adaptive=config.adaptive)
+    return Speculation(drafter, config.tokens, lambda: shapes.most_verified, pace)

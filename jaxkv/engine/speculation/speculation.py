@@ -1,4 +1,4 @@
-"""`Speculation`: which rows of a step get drafts, how many of them are accepted, and when drafting pauses.
+"""`Speculation`: which rows of a step get drafts, and how many of them are accepted.
 
 A request whose drafts are being verified has an unknown length until the step is read. So while an engine drafts, it
 reads each step before it plans the next one. Imports no JAX.
@@ -9,19 +9,8 @@ from dataclasses import dataclass
 
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.speculation.drafter import Drafter
+from jaxkv.engine.speculation.pace import Pace
 from jaxkv.engine.step_plan import Part
-
-WINDOW = 32
-"""Steps after which it is decided whether drafts pay."""
-
-LEAST_TOKENS = 1.15
-"""Tokens per row and step below which drafting pauses.
-
-A step that verifies drafts costs a little more than another one, and the device waits for the host after it.
-"""
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 64, 1024
-"""Steps without drafts after the first window that did not pay, and the most after several in succession."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +20,8 @@ class SpeculationStats:
     Attributes:
         drafted: per position behind a row's next token, how many drafts were verified.
         accepted: per position, how many of them were accepted.
-        steps: steps in which drafting was on.
-        pauses: how often drafting paused because too few drafts were accepted.
+        steps: steps for which drafts were asked.
+        pauses: how often drafting paused because a token took longer with drafts than without.
         is_paused: whether it pauses now.
     """
 
@@ -62,20 +51,22 @@ class Speculation:
         drafter: guesses the tokens.
         tokens: most drafts of a row.
         most_rows: returns the most rows of a step that verifies drafts.
+        pace: decides when there are drafts.
 
     Attributes:
         drafter: guesses the tokens.
+        pace: decides when there are drafts.
     """
 
-    def __init__(self, drafter: Drafter, tokens: int, most_rows: Callable[[], int]) -> None:
+    def __init__(
+        self, drafter: Drafter, tokens: int, most_rows: Callable[[], int], pace: Pace
+    ) -> None:
         self.drafter = drafter
         self._tokens = tokens
         self._most_rows = most_rows
         self._drafted, self._accepted = [0] * tokens, [0] * tokens
-        self._steps = self._pauses = 0
-        # Of the window: steps, decode rows and accepted drafts.
-        self._window_steps = self._window_rows = self._window_accepted = 0
-        self._pause, self._pause_left = _FIRST_PAUSE, 0
+        self._steps = 0
+        self.pace = pace
 
     @property
     def stats(self) -> SpeculationStats:
@@ -84,42 +75,38 @@ class Speculation:
             drafted=tuple(self._drafted),
             accepted=tuple(self._accepted),
             steps=self._steps,
-            pauses=self._pauses,
-            is_paused=self._pause_left > 0,
+            pauses=self.pace.pauses,
+            is_paused=self.pace.is_paused,
         )
 
     def is_active(self, running: Sequence[RequestState]) -> bool:
         """Whether the next step may verify drafts of these requests, so that it needs all their tokens on the host."""
         return (
-            not self._pause_left
-            and 0 < len(running) <= self._most_rows()
+            0 < len(running) <= self._most_rows()
+            and self.pace.may_draft(len(running))
             and any(may_speculate(one) for one in running)
         )
 
     def draft(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
-        """Returns the drafts of each part of a step; all parts are decode parts."""
-        nothing: list[tuple[int, ...]] = [()] * len(parts)
-        if self._pause_left:
-            self._pause_left -= 1
-            return nothing
-        if not 0 < len(parts) <= self._most_rows():
-            return nothing
+        """Returns the drafts of each part of the next step: none unless all of them are decode parts."""
+        drafts: list[tuple[int, ...]] = [()] * len(parts)
         room = [self._room(part) for part in parts]
         asked = [index for index, most in enumerate(room) if most > 0]
-        if not asked:
-            return nothing
-        self._decide()
-        if self._pause_left:
-            return nothing
+        if any(part.count != 1 or not part.emits for part in parts) or not (
+            0 < len(parts) <= self._most_rows()
+        ):
+            self.pace.interrupt()
+            return drafts
+        rows, length = [part.sequence.number for part in parts], sum([part.start for part in parts])
+        if not (self.pace.next_step(rows, length) and asked):
+            return drafts
         self._steps += 1
-        self._window_steps += 1
-        self._window_rows += len(parts)
         guesses = self.drafter.draft(
             [parts[index].sequence for index in asked], [room[index] for index in asked]
         )
         for index, guess in zip(asked, guesses, strict=True):
-            nothing[index] = tuple(guess[: room[index]])
-        return nothing
+            drafts[index] = tuple(guess[: room[index]])
+        return drafts
 
     def note(self, drafted: int, accepted: int) -> None:
         """Records the drafts of one row of a step that was read.
@@ -131,7 +118,6 @@ class Speculation:
         for position in range(drafted):
             self._drafted[position] += 1
             self._accepted[position] += position < accepted
-        self._window_accepted += accepted
 
     def _room(self, part: Part) -> int:
         """Returns the most drafts of a part: the last token of a request follows no draft."""
@@ -139,19 +125,6 @@ class Speculation:
         if sequence.pending or not may_speculate(sequence):
             return 0
         return min(self._tokens, sequence.longest - len(sequence.tokens) - 1)
-
-    def _decide(self) -> None:
-        """At the end of a window, begins a pause unless drafts paid."""
-        if self._window_steps < WINDOW:
-            return
-        paid = self._window_rows + self._window_accepted >= LEAST_TOKENS * self._window_rows
-        self._window_steps = self._window_rows = self._window_accepted = 0
-        if paid:
-            self._pause = _FIRST_PAUSE
-            return
-        self._pauses += 1
-        self._pause_left = self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def may_speculate(sequence: RequestState) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.step import verify
 from tests.defects import Defects, wrap
-from tests.engine.drafters import Guesser
+from tests.engine.drafters import AnyPace, Guesser
 from tests.engine.engines import VOCAB, assert_idle, engine_for, oracle, request_of
 from tests.engine.test_batch_invariance import FAMILIES, alone, engine_of, play, requests_of, said
 from tests.engine.test_processors import KNOWN
@@ -34,6 +34,7 @@ def guess(engine, requests, answers, rightness, seed=0):
     engine.speculation.drafter = Guesser(
         random.Random(seed), rightness, lambda request: known[request.prompt], VOCAB
     )
+    engine.speculation.pace = AnyPace(random.Random(seed), 1.0)
 
 
 def served_bits(family, samplings, rightness, *, dtype="float32", games=2, **options):
@@ -74,6 +75,7 @@ def test_histories_and_counts_hold_the_accepted_tokens_alone():
     requests = requests_with_processors()
     engine = engine_for(processors=KNOWN, speculation=SpeculationConfig(tokens=3), token_budget=32)
     engine.speculation.drafter = Guesser(random.Random(0), 0.7, alone_by_numpy, VOCAB)
+    engine.speculation.pace = AnyPace(random.Random(0), 0.9)
     sequences = [engine.add([one])[0] for one in requests]
     engine.run(sequences)
     assert [tuple(one.token_ids) for one in sequences] == [alone_by_numpy(one) for one in requests]
@@ -88,7 +90,8 @@ def repeating(count=4, most=40):
 @pytest.mark.slow
 def test_prompt_lookup_finds_the_repetitions_of_greedy_texts():
     requests = repeating()
-    engine = engine_for(speculation=SpeculationConfig(tokens=4, shortest_ngram=1), token_budget=32)
+    config = SpeculationConfig(tokens=4, shortest_ngram=1, adaptive=False)
+    engine = engine_for(speculation=config, token_budget=32)
     sequences = [engine.add([one])[0] for one in requests]
     engine.run(sequences)
     assert [tuple(one.token_ids) for one in sequences] == [
