@@ -19,6 +19,7 @@ from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.plan import explain_plan, plan_cache, resolve_dtype
 from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.weights.quantised.forms import weight_forms
 from pallas_kernels.dispatch import Unsupported
 
 # Users have no shape checker before it, which refuses other types by itself.
@@ -108,16 +109,23 @@ def test_a_length_is_the_models_own_unless_given():
     assert type(resolve_length(np.int32(64), 2048)) is int
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_the_weights_are_counted_to_the_byte(dtype):
-    text = explain_plan(None, dtype=dtype, max_model_len=64, cache=CACHE, free_bytes=None)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("auto", None), ("float32", None), ("auto", "int4"), ("auto", "int8"), ("float16", "fp8")],
+)
+def test_the_weights_are_counted_to_the_byte(dtype, quantization):
+    options = {"dtype": dtype, "quantization": quantization}
+    text = explain_plan(None, **options, max_model_len=64, cache=CACHE, free_bytes=None)
     config = load_config(default_model.path())
     params = load_params(
         default_model.path(),
         build_model(config),
         dtype=config.dtype if dtype == "auto" else dtype,
+        quantization=quantization,
         progress=False,
     )
+    forms = f"expected by config.json: {next(iter(weight_forms(params)))}"
+    assert (forms if quantization else "with --quantization: fp8 ") in text
     assert weight_bytes(text) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 

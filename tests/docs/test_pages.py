@@ -48,6 +48,7 @@ MORE_OPTIONS = {
 NOT_RUN = {
     ("CONTRIBUTING.md", "needs a GPU"): 1,
     ("README.md", "serves until it is stopped"): 1,
+    ("docs/how-to/quantisation.md", "needs a model"): 1,
     ("docs/how-to/trainer.md", "takes minutes"): 1,
     ("docs/how-to/trainer.md", "needs google-tunix"): 1,
     ("docs/how-to/trainer.md", "needs adapters on disk"): 1,

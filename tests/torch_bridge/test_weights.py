@@ -94,3 +94,10 @@ def test_rotary_pairs_that_are_interleaved_in_torch_are_refused():
     glm = transformers.GlmForCausalLM(transformers.GlmConfig(**sizes, pad_token_id=None))
     with pytest.raises(ValueError, match=r"layers.0.qkv.* is made of .*cannot be shared"):
         share_params(glm, ours(glm), copy=True)
+
+
+def test_quantised_weights_are_refused_by_name():
+    llama = tiny_model("llama")
+    state = llama.state_dict() | {"model.layers.0.mlp.up_proj.qweight": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"are quantised \(model.*qweight\).*jaxkv\.load_model"):
+        share_params(state, ours(llama), copy=True)

@@ -40,7 +40,7 @@ def in_few_bits(params):
 @pytest.mark.parametrize(
     ("family", "quantization", "names"),
     [
-        ("llama", "int4", {"qkv", "o", "gate_up", "down"}),
+        pytest.param("llama", "int4", {"qkv", "o", "gate_up", "down"}, marks=pytest.mark.slow),
         pytest.param("llama", "int8", {"qkv", "o", "gate_up", "down"}, marks=pytest.mark.slow),
         ("qwen3-moe", "fp8", {"qkv", "o", "gate_up", "down", "experts_up", "experts_down"}),
         pytest.param(

@@ -24,7 +24,10 @@ def assert_same_bits(got, wanted):
         )
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "quantization",
+    ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))],
+)
 def test_a_converted_checkpoint_has_the_bits_of_one_that_is_rounded_as_it_is_read(
     tmp_path, quantization, capsys
 ):
@@ -45,6 +48,7 @@ def test_a_converted_checkpoint_has_the_bits_of_one_that_is_rounded_as_it_is_rea
         convert_checkpoint(made, tmp_path / "again", quantization=quantization)
 
 
+@pytest.mark.slow
 def test_large_checkpoints_are_written_in_several_files_a_few_rows_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxkv.weights.quantised.convert.SHARD_BYTES", 2**20)
     monkeypatch.setattr("jaxkv.weights.quantised.convert._CHUNK_BYTES", 2**15)
