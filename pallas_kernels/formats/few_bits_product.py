@@ -4,6 +4,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.fixed_order import by_row_tiles
@@ -14,9 +15,13 @@ MOST_WIDENED = 2**22
 
 
 def product(
-    weight: FewBits, x: Float[Array, "rows inner"], *, most_widened: int = MOST_WIDENED
+    weight: FewBits,
+    x: Float[Array, "rows inner"],
+    *,
+    result: DTypeLike = jnp.float32,
+    most_widened: int = MOST_WIDENED,
 ) -> Float[Array, "rows out"]:
-    """Returns `x @ weight.T` in float32, whose columns of x are already in the weight's `order`.
+    """Returns `x @ weight.T`, summed in float32, whose columns of x are already in the weight's `order`.
 
     With one scale per row the sums are those of the exact codes, and are scaled in float32. With several the widened
     weight is rounded to x's dtype. float32 rows are multiplied at the highest precision.
@@ -24,20 +29,21 @@ def product(
     Args:
         weight: [out, inner].
         x: rows of any floating dtype.
+        result: dtype of the result, to which sums are rounded as they are made.
         most_widened: most numbers of the weight that are widened at once.
     """
     out, inner = weight.shape
     height = min(out, max(1, most_widened // max(1, inner)))
     if height == out:
-        return _whole(weight, x)
+        return _whole(weight, x).astype(result)
 
     def body(tile: Int[Array, ""], total: Float[Array, "rows out"]) -> Float[Array, "rows out"]:
         # The last tile is shifted so that it is whole; the rows that it shares with its neighbour get equal bits.
         start = jnp.minimum(tile * height, out - height)
         found = _whole(weight.rows(start, height), x)
-        return lax.dynamic_update_slice_in_dim(total, found, start, axis=1)
+        return lax.dynamic_update_slice_in_dim(total, found.astype(result), start, axis=1)
 
-    total = jnp.zeros((x.shape[0], out), jnp.float32)
+    total = jnp.zeros((x.shape[0], out), result)
     return lax.fori_loop(jnp.int32(0), jnp.int32(-(-out // height)), body, total)
 
 

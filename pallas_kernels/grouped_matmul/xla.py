@@ -26,8 +26,8 @@ def grouped_matmul(
     float32 inputs are multiplied at the highest precision: on NVIDIA GPUs the default would round them to TF32.
     """
     if isinstance(weight, FewBits):
-        total = _by_groups(weight, x, group_sizes, group_axis)
-        return total.astype(x.dtype if result is None else result)
+        wanted = jnp.dtype(x.dtype if result is None else result)
+        return _by_groups(weight, x, group_sizes, group_axis, wanted)
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -45,7 +45,11 @@ def grouped_matmul(
 
 
 def _by_groups(
-    weight: FewBits, x: Float[Array, "rows inner"], sizes: Int[Array, " groups"], group_axis: int
+    weight: FewBits,
+    x: Float[Array, "rows inner"],
+    sizes: Int[Array, " groups"],
+    group_axis: int,
+    result: DTypeLike,
 ) -> Float[Array, "rows out"]:
     """Multiplies all rows with each group that has rows, and keeps the group's own; only one group is widened."""
     ends = jnp.cumsum(sizes)
@@ -59,10 +63,10 @@ def _by_groups(
         is_own = (row >= ends[group] - sizes[group]) & (row < ends[group])
 
         def multiplied() -> Float[Array, "rows out"]:
-            return jnp.where(is_own[:, None], product(own, x), total)
+            return jnp.where(is_own[:, None], product(own, x, result=result), total)
 
         return jax.lax.cond(sizes[group] > 0, multiplied, lambda: total)
 
     out = weight.shape[1 - group_axis]
-    total = jnp.zeros((x.shape[0], out), jnp.float32)
+    total = jnp.zeros((x.shape[0], out), result)
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(sizes.shape[0]), body, total)

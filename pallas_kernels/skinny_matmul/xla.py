@@ -27,7 +27,7 @@ def skinny_matmul(
 
     summed = wanted if squares is None else jnp.dtype(jnp.float32)
     total = (
-        product(weight, x)
+        product(weight, x, result=summed)
         if isinstance(weight, FewBits)
         else by_row_tiles(partial(_multiply, weight, summed), x)
     )
