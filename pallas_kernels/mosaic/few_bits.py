@@ -134,7 +134,8 @@ def start_product(
         start = utils.memref_ptr(codes_ref)
         warp = divide(divide(utils.thread_idx(), 32)[0], 4)[1]
         group, member = divide(divide(utils.thread_idx(), 32)[1], 4)
-        bases = _bases(zeros[0] if zeros else None, kind)
+        bases = _bases(zeros[0] if zeros else None, kind) if code == "int4" else [None] * 2
+        text = conversion(code, x.dtype)
         octets = codes.shape[1]
         swizzle = swizzle_of(octets)
         mask = divide(group, _SWIZZLE // swizzle)[0]
@@ -148,9 +149,9 @@ def start_product(
                 at = add(add(row, tile * ROW_TILE * swizzle), turned)
                 step = (place * 8 // bits - first) // _STEP
                 if bits == 8:
-                    left[half, step] = _two_pairs(start, at, member, code, kind)
+                    left[half, step] = _two_pairs(start, at, member, text)
                 else:
-                    both = _four_pairs(start, at, member, bases[half], code, kind)
+                    both = _four_pairs(start, at, member, bases[half], text)
                     left[half, step], left[half, step + 1] = both[:2], both[2:]
         nvvm.wgmma_fence_aligned()
         right = descriptor(x_ref, 0, chunk // _ELEMENTS * ROW_TILE * _SWIZZLE)
@@ -207,34 +208,36 @@ def _bases(zeros: Value | None, kind: _Kind) -> list[Value]:
     return [arith.ori(times(zero, 0x00010001), constant(kind.magic)) for zero in found]
 
 
-def _two_pairs(start: Value, at: Value, member: Value, code: str, kind: _Kind) -> list[Value]:
+def _two_pairs(start: Value, at: Value, member: Value, text: str) -> list[Value]:
     """Loads this thread's two pairs of 16 codes of 8 bits."""
     i16 = ir.IntegerType.get_signless(16)
     found = []
     for half in (0, 8):
         pair = llvm.load(i16, _byte(start, add(add(at, half), times(member, 2))))
-        found.append(_convert([arith.extui(i32(), pair)], code, kind))
+        found.append(_convert([arith.extui(i32(), pair)], text))
     return found
 
 
 def _four_pairs(
-    start: Value, at: Value, member: Value, base: Value, code: str, kind: _Kind
+    start: Value, at: Value, member: Value, base: Value | None, text: str
 ) -> list[Value]:
     """Loads this thread's four pairs of 32 codes of 4 bits."""
     words = llvm.load(ir.VectorType.get((4,), i32()), _byte(start, at))
     # Byte `member` of the word, then zeros.
-    selector = add(member, 0x4440)
-    others = [base] if code == "int4" else []
-    return [
-        _convert([vector.extract(words, [], [place]), selector, *others], code, kind)
-        for place in range(4)
-    ]
+    others = [add(member, 0x4440)] + ([] if base is None else [base])
+    return [_convert([vector.extract(words, [], [place]), *others], text) for place in range(4)]
 
 
-def _convert(given: list[Value], code: str, kind: _Kind) -> Value:
-    """Returns a pair of codes as a register of two 16-bit numbers."""
+def conversion(code: str, dtype: DTypeLike) -> str:
+    """Returns the PTX that turns a pair of codes, $1, into a register of two 16-bit numbers, $0.
+
+    Args:
+        code: name in `CODES`. $1 has two 8-bit codes in its low half, or 4-bit codes in the byte that $2 selects.
+        dtype: bfloat16 or float16. Of int4 $3 is the zero point, in both halves, as an integer beside `magic`.
+    """
+    kind = _KINDS[jnp.dtype(dtype).name]
     shift, mask, factor = kind.e2m1 if code == "float4_e2m1fn" else kind.e4m3
-    text = _CONVERT[code].format(
+    return _CONVERT[code].format(
         kind=kind.name,
         magic=kind.magic,
         shift=shift,
@@ -243,6 +246,9 @@ def _convert(given: list[Value], code: str, kind: _Kind) -> Value:
         # The lower code's magnitude goes to the low half, the upper one's, four bits on, to the high half.
         both=(1 << shift) + (1 << shift + 12),
     )
+
+
+def _convert(given: list[Value], text: str) -> Value:
     return llvm.inline_asm(i32(), given, text, ",".join(["=r"] + ["r"] * len(given)))
 
 

@@ -136,8 +136,14 @@ class Schedule:
             # Each block processes several tiles.
             resident = 2 if geometry.rows <= _FEW_ROWS else 1
             blocks = ceil(tiles / ceil(tiles * empty.shares / (resident * NUM_MULTIPROCESSORS)))
-        room = SHARED_BYTES // resident - RESERVED_BYTES_PER_BLOCK
-        room = min(room, SHARED_BYTES_PER_BLOCK) - empty.shared_bytes(geometry)
+        room = _room(geometry, empty, resident)
+        while (
+            geometry.packing is not None and resident > 1 and room < 2 * empty.slot_bytes(geometry)
+        ):
+            # Rows of x take more memory than codes, and a block with one stage could not refill it.
+            resident -= 1
+            blocks = ceil(tiles / ceil(tiles * empty.shares / (resident * NUM_MULTIPROCESSORS)))
+            room = _room(geometry, empty, resident)
         deep = cut.folds == 1 and room >= 2 * _LEAST_STAGES * empty.slot_bytes(geometry)
         deep = deep and not geometry.inner % (2 * geometry.piece * empty.shares)
         depth = 2 if deep else 1
@@ -250,6 +256,12 @@ def shape_class(geometry: Geometry) -> str:
     packing = geometry.packing
     form = jnp.dtype(geometry.dtype).name if packing is None else f"{packing.code} {packing.group}"
     return f"rows {geometry.padded_rows} {geometry.inner} -> {geometry.out}{gated} {form}"
+
+
+def _room(geometry: Geometry, empty: Schedule, resident: int) -> int:
+    """Returns the bytes for stages in each of some resident blocks of an SM, given the schedule without stages."""
+    room = SHARED_BYTES // resident - RESERVED_BYTES_PER_BLOCK
+    return min(room, SHARED_BYTES_PER_BLOCK) - empty.shared_bytes(geometry)
 
 
 class _Cut(NamedTuple):

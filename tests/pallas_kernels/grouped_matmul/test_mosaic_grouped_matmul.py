@@ -15,6 +15,7 @@ from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW, table
+from pallas_kernels.mosaic.few_bits_turn import Packing
 from tests.pallas_kernels.contract import bits, device
 from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
@@ -72,7 +73,10 @@ FEW_BITS = {
 }
 
 
-@pytest.mark.parametrize("kind", FEW_BITS)
+@pytest.mark.parametrize(
+    "kind",
+    ["mxfp4", "int4 by 128, zeros", pytest.param("e4m3 by 128", marks=pytest.mark.slow)],
+)
 def test_interpreted_weights_in_few_bits_are_exact(kind, races):
     """With hostile scales: each expert has its own, on either axis."""
     case, cuts = FEW_BITS[kind]
@@ -84,6 +88,29 @@ def test_interpreted_weights_in_few_bits_are_exact(kind, races):
     most = oracle(inputs | {"weight": np.abs(exactly), "x": np.abs(inputs["x"].astype(np.float64))})
     assert np.all(np.abs(np.asarray(found, np.float64) - wanted) <= 1e-6 * most)
     assert not races()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_weight_in_few_bits_has_a_schedule_with_stages_to_fill(case):
+    """The weight is on the left for every number of rows."""
+    for code, group in (("float8_e4m3fn", 64), ("int4", 32), ("float4_e2m1fn", 32)):
+        packing = Packing(code, group, case.inner // group, "float8_e8m0fnu", False)
+        geometry = Geometry(
+            case.rows,
+            case.groups,
+            case.out,
+            case.inner,
+            case.group_axis,
+            BFLOAT16,
+            BFLOAT16,
+            packing,
+        )
+        if geometry.refusal() is not None:
+            pytest.skip("the kernel does not take it")
+        schedule = Schedule.by_rule(geometry)
+        assert schedule.refusal(geometry) is None
+        assert schedule.left == "weight"
+        assert schedule.stages >= 3
 
 
 def test_interpreted_no_row_is_stored_over_a_neighbour(races):

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.device import NEWEST_JAX, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.mosaic.few_bits_turn import Packing
 from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES, Case
@@ -263,9 +264,13 @@ FEW_BITS = {
     "int4 by 64, zeros": (40, 448, (64, 1, 1, 2, 1, 1)),
     "mxfp4": (3, 320, (64, 1, 1, 2, 1, 9)),
 }
+FAST = ["e4m3 by 128", "int4 by 128", "int4 by 64, zeros"]
+SLOW = [kind for kind in FEW_BITS if kind not in FAST]
 
 
-@pytest.mark.parametrize("kind", FEW_BITS)
+@pytest.mark.parametrize(
+    "kind", FAST + [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
+)
 def test_interpreted_weights_in_few_bits_are_exact(kind, races):
     """With hostile scales, and in every way of cutting; also where pieces of a row are narrower than 128 bytes."""
     rows, inner, cuts = FEW_BITS[kind]
@@ -327,6 +332,47 @@ def test_in_the_fixed_order_columns_and_folds_depend_on_the_weight_alone(case):
         orders.add((schedule.columns, schedule.folds, schedule.splits, schedule.cluster))
         assert schedule.folds == 1 or schedule.depth == 1
     assert len(orders) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "group"), [("float8_e4m3fn", None), ("int4", 128), ("float4_e2m1fn", 32)]
+)
+def test_every_weight_in_few_bits_has_a_schedule_in_either_order(code, group):
+    """Also where rows of x take more memory than codes; in the fixed order it depends on the weight alone."""
+    shapes = {(case.out, case.inner, case.gated) for case in CASES}
+    shapes |= {(8960, 1536, True), (18944, 3584, True), (5760, 2880, False), (17408, 5120, True)}
+    count = 0
+    for out, inner, gated in shapes:
+        packing = Packing(code, group or inner, inner // (group or inner), "float32", False)
+        orders = set()
+        for rows in (1, 8, 9, 17, 33, 64):
+            geometry = Geometry(rows, out, inner, gated, BFLOAT16, packing)
+            if geometry.refusal() is not None:
+                continue
+            ruled, fixed = Schedule.by_rule(geometry), Schedule.in_fixed_order(geometry)
+            assert ruled.refusal(geometry) is None
+            assert fixed.refusal(geometry) is None
+            orders.add((fixed.columns, fixed.folds, fixed.shares))
+            count += 1
+        assert len(orders) <= 1
+    assert count > 6 * 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int4 by 128, zeros"])
+def test_interpreted_in_the_fixed_order_few_bits_of_70_rows_have_the_bits_of_one_alone(kind, races):
+    """70 rows are two groups of one launch."""
+    weight = jax.tree.map(jnp.asarray, drawn(kind, (64,), 256))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(70, 256)), jnp.bfloat16)
+
+    def run(rows):
+        with fixed_order():
+            return bits(multiply(weight=weight, x=x[rows], interpret=True))
+
+    wanted = run(np.arange(70))
+    for rows in ([69], [64, 3, 0]):
+        assert run(np.array(rows)) == [wanted[row] for row in rows]
+    assert not races()
 
 
 @pytest.mark.slow
