@@ -15,6 +15,7 @@ from jaxkv.errors import BadCheckpoint, OutOfPages, ProgramRefused
 from jaxkv.models.registry import load_config
 from jaxkv.programs.manifest import compile_count
 from jaxkv.runner.program_specs import StepSpec
+from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
@@ -28,6 +29,11 @@ def llm():
         cache=CacheConfig(max_sequences=3, page_size=16),
         progress=False,
     )
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one")
 
 
 @pytest.fixture(autouse=True)
@@ -231,18 +237,18 @@ def test_every_bit_of_a_seed_of_the_llm_changes_dummy_weights():
         assert np.any(embedding(seed)[0] != weights)
 
 
-def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds():
+def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds(one_layer):
     texts = []
     for seed in (1, -1):
-        with LLM(max_num_seqs=2, seed=seed, max_model_len=32, progress=False) as llm:
+        with LLM(one_layer, max_num_seqs=2, seed=seed, max_model_len=32, progress=False) as llm:
             texts.append([one.token_ids for one in llm.generate([[1], [1]], max_tokens=8)])
     assert texts[0] != texts[1]
 
 
-def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_without_one():
-    texts = []
+def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_without_one(one_layer):
+    texts, options = [], {"load_format": "dummy", "max_num_seqs": 1, "max_model_len": 32}
     for _ in range(2):
-        llm = LLM(load_format="dummy", max_num_seqs=1, seed=5, max_model_len=32, progress=False)
+        llm = LLM(one_layer, seed=5, progress=False, **options)
         assert llm.engine.runner.owner.counts["sampling"] == 2
         texts.append([output.token_ids for output in llm.generate([[1], [1]], max_tokens=4)])
     assert texts[0] == texts[1]
@@ -250,7 +256,7 @@ def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_witho
 
 
 def chatty(folder):
-    """Copies the small model, and gives it a chat template."""
+    """Writes one layer of the small model, and gives it a chat template."""
     model_with_end_ids(folder, [0])
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
@@ -328,11 +334,8 @@ def test_the_models_own_end_id_is_no_stop_reason(llm, monkeypatch):
 
 
 def model_with_end_ids(folder, ids):
-    """Copies the small model, with these ids as its end ids."""
-    folder.mkdir()
-    for file in default_model.path().iterdir():
-        if file.is_file():
-            (folder / file.name).write_bytes(file.read_bytes())
+    """Writes one layer of the small model, with these ids as its end ids."""
+    one_layer_model(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
 
@@ -400,11 +403,14 @@ def test_repeating_a_request_compiles_nothing(llm):
     assert compile_count() == before
 
 
-def test_strict_mode_refuses_what_was_not_warmed_up():
+def test_strict_mode_refuses_what_was_not_warmed_up(one_layer):
     llm = LLM(
+        one_layer,
         dtype="float32",
         max_model_len=64,
         cache=CacheConfig(max_sequences=2, page_size=16),
+        # Prompts in chunks, which have few sizes.
+        engine=EngineConfig(token_budget=16),
         strict=True,
         progress=False,
     )
@@ -502,8 +508,9 @@ def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "auto"])
-def test_every_dtype_serves(dtype):
-    llm = LLM(dtype=dtype, max_model_len=64, cache=CacheConfig(max_sequences=1), progress=False)
+def test_every_dtype_serves(dtype, one_layer):
+    cache = CacheConfig(max_sequences=1)
+    llm = LLM(one_layer, dtype=dtype, max_model_len=64, cache=cache, progress=False)
     assert len(llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))) == 1
     assert str(llm.engine.runner.params["embed"].dtype) == (
         "bfloat16" if dtype == "auto" else dtype
@@ -580,21 +587,19 @@ def test_an_implementation_that_was_asked_for_needs_no_reason():
 
 
 def test_the_recommended_sampling_is_that_of_generation_config_json(tmp_path):
-    for file in default_model.path().iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    folder = one_layer_model(tmp_path / "model")
     recommended = {"temperature": 0.5, "top_p": 0.75, "top_k": 9, "min_p": 0.25}
     recommended["repetition_penalty"] = 1.5
-    (tmp_path / "generation_config.json").write_text(json.dumps(recommended | {"do_sample": True}))
+    (folder / "generation_config.json").write_text(json.dumps(recommended | {"do_sample": True}))
     cache = CacheConfig(max_sequences=1, page_size=16)
-    with LLM(tmp_path, max_model_len=32, cache=cache, progress=False) as llm:
+    with LLM(folder, max_model_len=32, cache=cache, progress=False) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(**recommended)
         chosen = llm.get_default_sampling_params(top_k=3, max_tokens=2)
         assert chosen == SamplingParams(**recommended | {"top_k": 3}, max_tokens=2)
         assert llm.generate("def ", chosen)[0].usage.output_tokens == 2
         with pytest.raises(ValueError, match="the closest is max_tokens"):
             llm.get_default_sampling_params(max_new_tokens=2)
-        (tmp_path / "generation_config.json").write_text('{"top_p": 2}')
+        (folder / "generation_config.json").write_text('{"top_p": 2}')
         with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be"):
             llm.get_default_sampling_params()
 

@@ -2,12 +2,11 @@
 
 import importlib.util
 import io
-import json
 import re
+import shutil
 import sys
 
 import pytest
-from safetensors.flax import load_file, save_file
 
 from jaxkv import SamplingParams, cli, default_model
 from jaxkv.programs.manifest import compile_count
@@ -24,6 +23,7 @@ from tests.docs.blocks import (
     steps_of,
 )
 from tests.offload.test_prefix_file import save
+from tests.one_layer import one_layer_model
 from tests.openai_stub import KEY, openai_stub
 from tests.serve.chromium import dashboard_server
 
@@ -97,24 +97,10 @@ def marked(page):
 @pytest.fixture
 def directory(tmp_path):
     """The small model inside the package, with a chat template."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    for file in default_model.path().iterdir():
-        if file.is_file():
-            (directory / file.name).write_bytes(file.read_bytes())
+    directory = shutil.copytree(default_model.path(), tmp_path / "model")
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (directory / "chat_template.jinja").write_text(template)
     return directory
-
-
-def keep_first_layer(directory):
-    """Leaves a model its first layer alone, which compiles sooner."""
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    tensors = load_file(directory / "model.safetensors")
-    kept = [name for name in tensors if ".layers." not in name or ".layers.0." in name]
-    assert 1 < len(kept) < len(tensors)
-    save_file({name: tensors[name] for name in kept}, directory / "model.safetensors")
 
 
 @pytest.fixture
@@ -148,7 +134,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
     if name in NEEDS_LOOKED_AT:
         request.getfixturevalue("looked_at")
     if name in ONE_LAYER:
-        keep_first_layer(directory)
+        one_layer_model(directory)
     models = dict.fromkeys(('"path/to/hf_dir"', f'"{ON_THE_HUB}"'), repr(str(directory)))
     replaced = models | SMALLER.get(name, {})
     for shown in SMALLER.get(name, {}):
