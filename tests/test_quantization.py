@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, SamplingParams, generate, load_model
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.models.registry import build_model, rules_for
+from jaxkv.weights.load import expected_shapes
 from jaxkv.weights.quantised.forms import is_few_bits
 from tests.weights.adapter_files import save_adapter
 
@@ -101,3 +104,30 @@ def test_other_options_run_with_it(option):
 def test_another_form_is_refused_by_name(options, told):
     with pytest.raises(ValueError, match=told):
         LLM(**options, **SMALL)
+
+
+def wide_model():
+    """A Qwen3 of two layers, of sizes that our kernels run."""
+    shape = SHAPES["qwen3-0.6b"]
+    sizes = {"num_layers": 2, "windows": (None,) * 2, "vocab_size": 4096, "max_positions": 512}
+    return build_model(replace(shape, **sizes, pattern=()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_our_kernels_give_the_log_probabilities_of_xla(quantization):
+    model = wide_model()
+    types = expected_shapes(
+        model, rules_for(model.config), dtype="bfloat16", scheme=None, quantization=quantization
+    )
+    params = model.init_params_like(jax.random.key(1), types)
+    prompts = [list(range(1, 40)), list(range(50, 60))]
+    told = {}
+    for name in ("mosaic_gpu", "xla"):
+        with LLM.from_parts(model, params, eos_ids=(), implementation=name, **SMALL) as llm:
+            sampled = [list(one.token_ids) for one in llm.generate(prompts, GREEDY)]
+            outputs = told.setdefault("outputs", [[tokens] for tokens in sampled])
+            # Decode steps run the products of few rows, prompts those of many.
+            told[name] = np.concatenate([*llm.score(prompts), *llm.score(prompts, outputs)])
+            assert llm.stats().implementation == name
+    np.testing.assert_allclose(told["mosaic_gpu"], told["xla"], atol=0.1)

@@ -12,6 +12,7 @@ from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.workload import Workload, arrivals
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
+from jaxkv.weights.quantised.forms import weight_forms
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def _about(served: Served, workload: Workload, engine: Engine) -> dict[str, Any]
     return {
         "model": served.name,
         "dtype": str(leaf.dtype),
+        "weights": " + ".join(weight_forms(engine.runner.params)),
         "device": jax.devices()[0].device_kind,
         "implementation": str(engine.runner.implementation),
         "max_sequences": served.cache.max_sequences,

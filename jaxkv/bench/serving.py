@@ -15,13 +15,14 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.llm import LLM
-from jaxkv.models.registry import build_model, load_config, resolve_dtype
+from jaxkv.models.registry import build_model, load_config, resolve_dtype, rules_for
 from jaxkv.plan import free_bytes, model_for, plan_cache, resolve_length
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.weights.hub import resolve_model
+from jaxkv.weights.load import check_quantization, expected_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Served:
         engine: options of the engine.
         implementation: family of implementations of the ops; `None` for the best.
         ignore_config_keys: keys of the directory's config.json to ignore, see `LLM`.
+        quantization: "fp8", "int8" or "int4" for weights rounded to it, see `LLM`; those of a shape are drawn in it.
     """
 
     shape: str | None = None
@@ -50,6 +52,7 @@ class Served:
     engine: EngineConfig = EngineConfig()
     implementation: str | None = None
     ignore_config_keys: tuple[str, ...] = ()
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
@@ -88,6 +91,7 @@ class Served:
             implementation=self.implementation,
             progress=False,
             ignore_config_keys=self.ignore_config_keys,
+            quantization=self.quantization,
         )
         return llm.engine
 
@@ -98,8 +102,16 @@ class Served:
         model = model_for(model, self.cache, self.engine)
         dtype = resolve_dtype(self.dtype, "bfloat16")
         length = resolve_length(self.max_model_len, model.max_positions)
-        # `init_params` compiles one program per shape of a leaf; one program for all leaves would take 40 s to compile.
-        params = jax.block_until_ready(model.init_params(jax.random.key(0), dtype))
+        check_quantization(self.quantization, None)
+        types = expected_shapes(
+            model,
+            rules_for(model.config),
+            dtype=dtype,
+            scheme=None,
+            quantization=self.quantization,
+        )
+        # This compiles one program per shape of a leaf; one program for all leaves would take 40 s to compile.
+        params = jax.block_until_ready(model.init_params_like(jax.random.key(0), types))
         room = free_bytes(self.cache.memory_share)
         layout, budget = plan_cache(
             model, self.cache, dtype=dtype, max_model_len=length, free_bytes=room
