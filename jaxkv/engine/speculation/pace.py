@@ -14,6 +14,9 @@ WINDOW = 16
 PLAIN_STEPS = 8
 """Steps without drafts that are measured before the first one with drafts."""
 
+_WINDOWS = 32
+"""Windows that paid after which steps without drafts are measured again, since texts and batches change."""
+
 _FIRST_PAUSE, _LONGEST_PAUSE, _FACTOR = 64, 512, 4
 """Steps without drafts after a window that did not pay: the first time, at most, and how fast they become more."""
 
@@ -31,7 +34,7 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float], *, adaptive: bool = True) -> None:
         self._clock, self._adaptive = clock, adaptive
-        self.pauses = 0
+        self.pauses = self._paid = 0
         self._pause, self._pause_left = _FIRST_PAUSE, 0
         # Per size class of the batch and way, with drafts or without: (seconds, tokens) of the last steps.
         self._samples: defaultdict[tuple[int, bool], deque[tuple[float, int]]] = defaultdict(
@@ -84,6 +87,9 @@ class Pace:
         plain = self._samples[_class_of(rows), False]
         if _seconds_per_token(samples) < _seconds_per_token(plain):
             self._pause = _FIRST_PAUSE
+            self._paid += 1
+            if self._paid % _WINDOWS == 0:
+                plain.clear()
         else:
             self.pauses += 1
             self._pause_left = self._pause

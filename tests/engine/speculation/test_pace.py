@@ -28,11 +28,21 @@ class Serving:
 
 def test_drafts_that_pay_go_on_after_steps_without_them_were_measured():
     serving = Serving(drafted=1.9, tokens=2)
-    taken = serving.steps(1000)
+    taken = serving.steps(400)
     first = taken.index(True)
     assert PLAIN_STEPS <= first < PLAIN_STEPS + 4
     assert all(taken[first:])
+    # From time to time these are measured again.
+    assert 4 * PLAIN_STEPS < serving.steps(3000).count(False) < 8 * PLAIN_STEPS
     assert serving.pace.pauses == 0
+
+
+def test_drafts_that_paid_once_pause_when_steps_without_them_have_become_faster():
+    serving = Serving(plain=2.0, drafted=1.5, tokens=1)
+    serving.steps(100)
+    serving.plain = 1.0
+    serving.steps(700)
+    assert serving.pace.is_paused
 
 
 @pytest.mark.parametrize(("drafted", "tokens"), [(1.0, 1), (2.1, 2), (3.5, 3)])
