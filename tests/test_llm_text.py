@@ -1,23 +1,22 @@
 """The text of answers is the same from every method, for a tokenizer that strips the space before a text."""
 
 import asyncio
-import shutil
 from dataclasses import replace
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams, default_model
+from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
+from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The model inside the package with words for its ids, as SentencePiece would write them."""
-    folder = tmp_path_factory.mktemp("model") / "words"
-    shutil.copytree(default_model.path(), folder)
+    """One layer of the model inside the package with words for its ids, as SentencePiece would write them."""
+    folder = one_layer_model(tmp_path_factory.mktemp("model") / "words")
     size = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     words = {f"▁w{number}": number for number in range(size)}
     library = tokenizers.Tokenizer(models.WordLevel(words, unk_token="▁w0"))
