@@ -51,7 +51,7 @@ def skinny_matmul(
         weight: [out, inner], one row for each column of the result, as in Hugging Face checkpoints. With `gated` the
             rows of all gates, then as many others. In x's dtype, or in 8 or 4 bits as `FewBits`, which is read as it
             lies: the kernel widens it in registers, exactly, and "xla" a few rows at a time, rounded to x's dtype if
-            it has several scales per row.
+            it has several scales per row. The kernel takes the codes of NaN in e4m3 for 480.
         x: rows of any floating dtype. If the weight has an `order`, their columns are permuted by it.
         bias: one value per row of the weight, added before the activation.
         residual: added last.
