@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
+from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(tmp_path_factory):
     return LLM(
+        one_layer_model(tmp_path_factory.mktemp("model")),
         dtype="float32",
         max_model_len=128,
         cache=CacheConfig(max_sequences=3, page_size=16),

@@ -5,15 +5,22 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams, default_model
+from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
 from jaxkv.errors import OutOfPages, ProgramRefused
+from tests.one_layer import one_layer_model
 
 PROMPT = "def add(a, b):\n    return"
 
 
 @pytest.fixture(scope="module")
-def llm():
+def model(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
     return LLM(
+        model,
         dtype="float32",
         max_model_len=64,
         cache=CacheConfig(max_sequences=2, page_size=16),
@@ -41,13 +48,11 @@ def test_the_tables_have_each_token_and_the_most_likely_ones(llm, top):
 
 
 @pytest.mark.torch
-def test_the_tables_equal_those_of_transformers(llm):
+def test_the_tables_equal_those_of_transformers(llm, model):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     [output] = llm.generate(PROMPT, asked(5))
-    theirs = transformers.LlamaForCausalLM.from_pretrained(
-        default_model.path(), dtype=torch.float32
-    )
+    theirs = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = theirs(torch.tensor([output.prompt_token_ids])).logits[0]
     wanted = torch.log_softmax(logits, -1)
@@ -81,8 +86,9 @@ def test_a_stream_says_that_it_reports_none(llm):
 
 
 @pytest.mark.slow
-def test_strict_mode_needs_them_in_the_warm_up():
+def test_strict_mode_needs_them_in_the_warm_up(model):
     strict = LLM(
+        model,
         dtype="float32",
         max_model_len=64,
         cache=CacheConfig(max_sequences=1, page_size=16),
@@ -97,9 +103,10 @@ def test_strict_mode_needs_them_in_the_warm_up():
         assert len(strict.generate([[5] * 8], asked(5))[0].prompt_logprobs) == 8
 
 
-def test_pages_that_a_stream_holds_are_waited_for_by_a_service():
+def test_pages_that_a_stream_holds_are_waited_for_by_a_service(model):
     """The cache has room for one of them: the service scores the prompt once the other has ended."""
     tight = LLM(
+        model,
         dtype="float32",
         max_model_len=64,
         cache=CacheConfig(max_sequences=1, page_size=16),
