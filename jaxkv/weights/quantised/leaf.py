@@ -17,6 +17,9 @@ from pallas_kernels.formats.few_bits import CODES, FewBits
 _LEAST_GROUP = 32
 """Fewest columns of a group, unless it is a whole row. Weights with smaller ones are widened."""
 
+MOST_AT_ONCE = 2**24
+"""Most weights whose codes a reader makes at once; in float32, which rounding takes, 64 MB."""
+
 _MOVING_ROWS = ("copy", "concat", "stack", "select", "stack_transpose", "deinterleave_rows")
 
 
@@ -54,16 +57,20 @@ class _Part:
         return isinstance(other, _Part) and self.tensor.equals(other.tensor)
 
     def read(self, target: Shaped[np.ndarray, " elements"], first: int = 0) -> None:
-        rows, count = first // self.width, target.size // self.width
+        """Fills `target` with whole rows, some of them at a time, since each takes more memory while it is made."""
+        filled = target.reshape(-1, self.width)
+        step = max(1, MOST_AT_ONCE // self.tensor.shape[-1])
+        for begin in range(0, len(filled), step):
+            some = filled[begin : begin + step]
+            read = self._rows(first // self.width + begin, len(some))
+            some[...] = np.repeat(read, self.repeats, axis=1).astype(some.dtype, copy=False)
+
+    def _rows(self, first: int, count: int) -> Shaped[np.ndarray, "rows width"]:
         if self.kind == "codes":
-            read = self.tensor.stored_codes(rows, count)
-        elif self.kind == "scales":
-            read = self.tensor.stored_scales(rows, count)
-        else:
-            read = self.tensor.stored_zeros(rows, count)
-        if self.repeats > 1:
-            read = np.repeat(read, self.repeats, axis=1)
-        target[...] = read.reshape(-1).astype(target.dtype)
+            return self.tensor.stored_codes(first, count)
+        if self.kind == "scales":
+            return self.tensor.stored_scales(first, count)
+        return self.tensor.stored_zeros(first, count)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,9 @@ def test_rows_that_arrive_in_pieces_are_those_of_the_whole(
         assert isinstance(leaf, FewBitsLeaf)
         for part in leaf.leaves:
             whole = part.read()
+            with monkeypatch.context() as patched:
+                patched.setattr("jaxkv.weights.quantised.leaf.MOST_AT_ONCE", pieces)
+                np.testing.assert_array_equal(part.read().view(np.uint8), whole.view(np.uint8))
             step = max(1, pieces // part.row_elements)
             for first in range(0, part.num_rows, step):
                 some = np.empty((min(step, part.num_rows - first), part.row_elements), part.dtype)
