@@ -156,7 +156,9 @@ class Scheduler:
         self._reset_plan()
         forced = bool(self._next_steps)
         if self._next_steps:
-            rows, chunks = self._reserve_running(self._next_steps.pop(0))
+            # Some may have ended or been preempted since they were listed.
+            listed = self._next_steps.pop(0)
+            rows, chunks = self._reserve_running([one for one in listed if one.status == RUNNING])
         else:
             rows, chunks = self._plan_all()
         rows, wanted = self._divide_budget(rows, chunks)

@@ -571,6 +571,19 @@ def test_a_suspect_runs_alone():
     assert len(serving.step().parts) > 1
 
 
+def test_a_suspect_that_has_ended_runs_no_more():
+    """Its pages may be another request's by then."""
+    serving = Serving()
+    one, other = [serving.add([0, 1], 8, seed=seed)[0] for seed in range(2)]
+    serving.step()
+    serving.step()
+    assert one.status == other.status == RUNNING
+    serving.scheduler.isolate([one, other])
+    serving.scheduler.end(one)
+    assert not serving.scheduler.plan().parts
+    assert [part.sequence for part in serving.scheduler.plan().parts] == [other]
+
+
 def test_a_budget_below_the_rows_is_refused():
     with pytest.raises(ValueError, match="budget"):
         Serving(budget=3, max_rows=4)
