@@ -107,9 +107,14 @@ _MAPS = Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_programs():
-    """Clears JAX's caches after a module if compiled programs use many of the process's memory mappings."""
+def small_heap():
+    """Leaves what lasts beyond a module, such as JAX's caches, out of later collections, which otherwise take seconds.
+
+    Clears those caches if compiled programs use many of the process's memory mappings.
+    """
     yield
     if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS:
+        gc.unfreeze()
         jax.clear_caches()
-        gc.collect()
+    gc.collect()
+    gc.freeze()
