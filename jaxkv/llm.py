@@ -1062,7 +1062,8 @@ class LLM:
         the same rows, the result equals the rollout's log-probabilities bit for bit: always with
         `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`, which also leave the prefix cache as it was. Any
         other engine empties its prefix cache first; the bits are then equal if all of the rollout's prompts are given
-        in its order, and the rollout began with an empty prefix cache and was alone in the engine.
+        in its order, and the rollout began with an empty prefix cache, was alone in the engine and had no drafts
+        (`speculation`), which a replay takes none of.
 
         Args:
             prompts: whole texts, or the prompts before `outputs`; in any form that `generate` takes.

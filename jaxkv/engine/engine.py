@@ -263,7 +263,7 @@ class Engine:
 
     @property
     def repeats_bits(self) -> bool:
-        """Whether a request's bits are the same in every step, whatever its shape and its other rows."""
+        """Whether a request's bits are the same in steps of any shape and beside any other rows."""
         return self.shapes.pinned or self.runner.model.batch_invariant
 
     @property
