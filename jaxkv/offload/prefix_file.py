@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxkv.atomic_write import atomic_write, remove_abandoned
 from jaxkv.cache.spec import CacheLayout, Group
-from jaxkv.drafts import draft_of, remove_abandoned
 from jaxkv.errors import BadCheckpoint
 from jaxkv.offload.prefix_catalogue import ROOT, Catalogue, CheckpointEntry
 from jaxkv.offload.prefix_tables import FORMAT, crc32, table_names
@@ -112,7 +112,7 @@ def save_file(
     }
     header, tensors = _header(metadata, _tensors(identity.layout, catalogue))
     remove_abandoned(path.parent)
-    with draft_of(path) as draft, draft.open("wb") as file:
+    with atomic_write(path) as unfinished, unfinished.open("wb") as file:
         file.write(header)
         for name, table in tables.items():
             _write_at(file, tensors[name].start, table)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxkv.drafts import draft_of
+from jaxkv.atomic_write import atomic_write
 from jaxkv.programs.manifest import Program
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.programs.store import store_folder
@@ -67,8 +67,8 @@ def _write(path: Path, costs: Mapping[str, Cost]) -> None:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         # If two processes write at once, the file is one of the two, and the additions of the other are lost.
-        with draft_of(path) as draft:
-            draft.write_text(text + "\n")
+        with atomic_write(path) as unfinished:
+            unfinished.write_text(text + "\n")
     except OSError as error:
         _LOG.warning("costs of programs cannot be written to %s: %s", path, error)
 

@@ -20,7 +20,7 @@ import jax
 from jax.experimental import serialize_executable
 from jaxlib._jax import Device
 
-from jaxkv.drafts import draft_of, files_of_drafts, remove_abandoned
+from jaxkv.atomic_write import atomic_write, remove_abandoned, unfinished_files
 from jaxkv.programs.alias_flow import PoolCopy
 from jaxkv.programs.audit import AuditReport
 from jaxkv.programs.jax_cache import own_entries, why_not_folder
@@ -108,8 +108,8 @@ class ProgramFile:
         body = len(head).to_bytes(_SIZE_BYTES, "little") + head + payload
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            with draft_of(self.path) as draft:
-                draft.write_bytes(hashlib.sha256(body).digest() + body)
+            with atomic_write(self.path) as unfinished:
+                unfinished.write_bytes(hashlib.sha256(body).digest() + body)
         except OSError as error:
             _LOG.warning("the compiled program %s cannot be written: %s", self.path, error)
 
@@ -142,10 +142,10 @@ class ProgramStore:
         """
         try:
             remove_abandoned(self._folder)
-            drafts = sum(size for size, _, _ in _sizes(files_of_drafts(self._folder)))
+            unfinished = sum(size for size, _, _ in _sizes(unfinished_files(self._folder)))
             kept = [*self._folder.glob(f"*{_ENDING}"), *own_entries(self._folder.parent)]
             found = _sizes(kept)
-            total = drafts + sum(size for size, _, _ in found)
+            total = unfinished + sum(size for size, _, _ in found)
             for size, _, path in sorted(found, key=lambda entry: entry[1]):
                 if total <= most_bytes:
                     return

@@ -262,8 +262,8 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
         )
     import uvloop
 
+    from jaxkv.serve.api.app import make_app
     from jaxkv.serve.engine_process import EngineProcess
-    from jaxkv.serve.http.app import make_app
     from jaxkv.serve.http.auth import ApiKeys
     from jaxkv.serve.http.limits import Limits
     from jaxkv.serve.http.service import Service

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxkv.drafts import draft_of, remove_abandoned
+from jaxkv.atomic_write import atomic_write
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs import compile as compilation
 from jaxkv.programs import fingerprint as trace_name
@@ -245,22 +245,15 @@ def test_jax_s_entries_count_where_jaxkv_has_turned_its_cache_on(folder):
     assert names_in(folder) == {"traced/new.program", "jit_step-1-cache", "notes"}
 
 
-def test_a_draft_that_cannot_be_made_is_reported_by_its_folder(folder):
-    with pytest.raises(FileNotFoundError) as refused, draft_of(folder / "none" / "new.program"):
-        pass
-    assert refused.value.filename == str(folder / "none")
-    assert ".jaxkv-draft" not in str(refused.value)
-
-
-def test_the_draft_of_a_killed_process_is_removed_and_one_under_way_counts(folder):
+def test_the_unfinished_file_of_a_killed_process_is_removed_and_one_under_way_counts(folder):
     store = folder / "traced"
     store.mkdir(mode=0o700)
     script = f"""
 import os
 from pathlib import Path
-from jaxkv.drafts import draft_of
-with draft_of(Path({str(store)!r}) / "killed.program") as draft:
-    draft.write_bytes(bytes(1000))
+from jaxkv.atomic_write import atomic_write
+with atomic_write(Path({str(store)!r}) / "killed.program") as unfinished:
+    unfinished.write_bytes(bytes(1000))
     os.kill(os.getpid(), 9)
 """
     killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
@@ -268,30 +261,10 @@ with draft_of(Path({str(store)!r}) / "killed.program") as draft:
     assert [path.stat().st_size for path in store.glob(".killed*/content")] == [1000]
     put(store / "kept.program", 100, 0)
     put(store / "old.program", 100, 1)
-    with draft_of(store / "new.program") as draft:
-        draft.write_bytes(bytes(100))
+    with atomic_write(store / "new.program") as unfinished:
+        unfinished.write_bytes(bytes(100))
         for path in store.glob(".*"):
             os.utime(path, (0, 0))
         ProgramStore(store).trim(200)
         assert list(store.glob(".killed*")) == []
     assert names_in(store) == {"kept.program", "new.program"}
-
-
-def test_the_draft_of_another_user_is_left_alone_and_its_links_are_not_followed(
-    folder, monkeypatch
-):
-    made = folder / ".cache.x.jaxkv-draft"
-    made.mkdir()
-    (made / "lock").symlink_to(folder / "target")
-    os.utime(made, (0, 0))
-    monkeypatch.setattr(os, "geteuid", lambda: made.stat().st_uid + 1)
-    remove_abandoned(folder)
-    assert made.exists()
-    assert not (folder / "target").exists()
-
-
-def test_a_draft_that_was_only_just_made_is_left_alone(folder):
-    made = folder / ".new.program.x.jaxkv-draft"
-    made.mkdir()
-    ProgramStore(folder).trim()
-    assert made.exists()

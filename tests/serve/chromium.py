@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-from jaxkv.serve.http.app import make_app
+from jaxkv.serve.api.app import make_app
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.service import Service
 from tests.serve.fake_engine import fake_engine

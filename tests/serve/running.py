@@ -9,8 +9,8 @@ import signal
 import httpx
 import uvloop
 
+from jaxkv.serve.api.app import make_app
 from jaxkv.serve.engine_process import EngineProcess
-from jaxkv.serve.http.app import make_app
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.listener import open_listener, url_of

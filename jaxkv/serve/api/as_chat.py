@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxkv.serve.http.chat_body import ChatBody
+from jaxkv.serve.api.chat_body import ChatBody
 from jaxkv.serve.http.errors import ApiError, bad_request
 from jaxkv.wording import clip, listed
 

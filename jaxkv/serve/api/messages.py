@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from jaxkv.serve.api.as_chat import fields_named
+from jaxkv.serve.api.chat_turn import ChatTurn, open_turn
 from jaxkv.serve.api.messages_request import CHAT_NAMES, COUNT_SCHEMA, SCHEMA, as_chat
 from jaxkv.serve.api.messages_stream import MessagesStream
 from jaxkv.serve.api.responses_stream import Json
-from jaxkv.serve.http.chat_turn import ChatTurn, open_turn
 from jaxkv.serve.http.errors import ApiError
 from jaxkv.serve.http.operation import Operation
 from jaxkv.serve.http.replies import Answer, EventStream, Reply, typed_events

@@ -4,16 +4,16 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from jaxkv.serve.api.as_chat import fields_named
+from jaxkv.serve.api.chat_turn import ChatTurn, TurnDelta, open_turn
 from jaxkv.serve.api.responses_request import CHAT_NAMES, SCHEMA, as_chat, echoed
 from jaxkv.serve.api.responses_stream import Json, ResponsesStream
+from jaxkv.serve.api.token_logprobs import chat_logprobs
 from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, SlowReader
-from jaxkv.serve.http.chat_turn import ChatTurn, TurnDelta, open_turn
 from jaxkv.serve.http.errors import ApiError, from_engine
 from jaxkv.serve.http.operation import Operation
 from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, typed_events
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
-from jaxkv.serve.http.token_logprobs import chat_logprobs
 
 
 async def responses(service: Service, request: Request) -> Answer:

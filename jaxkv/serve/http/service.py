@@ -11,10 +11,10 @@ from jaxkv.serve.engine_client import EngineClient, EngineLost
 from jaxkv.serve.generation import Generation, generate
 from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavailable
 from jaxkv.serve.http.limits import Limits
-from jaxkv.serve.http.token_logprobs import TokenTexts
 from jaxkv.serve.metrics import Recorder
 from jaxkv.serve.parsers.choose import ParserChoice, choose_parsers
 from jaxkv.serve.stats_poll import StatsPoll
+from jaxkv.serve.token_texts import TokenTexts
 from jaxkv.serve.wire import Ready
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.tokenizer import Tokenizer

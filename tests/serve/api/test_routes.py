@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxkv.serve.http.app import OPERATIONS
+from jaxkv.serve.api.app import OPERATIONS
 from jaxkv.serve.wire import Failed
 from tests.serve.api.schemas import event_faults, faults, message_faults
 from tests.serve.http.serving import CHATTY, MODEL, serving

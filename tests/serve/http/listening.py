@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from jaxkv.serve.http.app import make_app
+from jaxkv.serve.api.app import make_app
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.http.protocol import connection_protocol

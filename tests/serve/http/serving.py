@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import httpx
 
 from jaxkv import default_model
-from jaxkv.serve.http.app import make_app
+from jaxkv.serve.api.app import make_app
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.http.service import Service

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from jaxkv.serve.http.app import OPERATIONS
+from jaxkv.serve.api.app import OPERATIONS
 from jaxkv.serve.http.auth import OPEN_PATHS, ApiKeys, prefix_salt
 from tests.serve.http.serving import raw_request, serving
 

@@ -9,17 +9,17 @@ import msgspec
 from msgspec import Meta
 
 from jaxkv.config.sampling import MAX_LOGPROBS
+from jaxkv.serve.api.sampling_fields import SamplingFields, without_refused
+from jaxkv.serve.api.state import check_model
+from jaxkv.serve.api.token_logprobs import completion_logprobs, prompt_logprobs
+from jaxkv.serve.api.usage import reply_schema, usage_json
 from jaxkv.serve.generation import Delta
 from jaxkv.serve.http.errors import bad_request
 from jaxkv.serve.http.json_body import convert
 from jaxkv.serve.http.operation import Operation
 from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, chunk
 from jaxkv.serve.http.request import Request
-from jaxkv.serve.http.sampling_fields import SamplingFields, without_refused
 from jaxkv.serve.http.service import Service
-from jaxkv.serve.http.state import check_model
-from jaxkv.serve.http.token_logprobs import completion_logprobs, prompt_logprobs
-from jaxkv.serve.http.usage import reply_schema, usage_json
 from jaxkv.serve.http.work import Work, check_prompts
 
 Json = dict[str, Any]

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from jaxkv.serve.http.chat_body import ChatBody
-from jaxkv.serve.http.chat_turn import ChatTurn, TurnDelta, open_turn
+from jaxkv.serve.api.chat_body import ChatBody
+from jaxkv.serve.api.chat_turn import ChatTurn, TurnDelta, open_turn
+from jaxkv.serve.api.token_logprobs import chat_logprobs, prompt_logprobs
+from jaxkv.serve.api.usage import reply_schema, usage_json
 from jaxkv.serve.http.operation import Operation
 from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, chunk
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
-from jaxkv.serve.http.token_logprobs import chat_logprobs, prompt_logprobs
-from jaxkv.serve.http.usage import reply_schema, usage_json
 from jaxkv.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 Json = dict[str, Any]

@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from jaxkv.serve.http.app import OPERATIONS
-from jaxkv.serve.http.chat_body import ChatBody
-from jaxkv.serve.http.completions import CompletionBody
+from jaxkv.serve.api.app import OPERATIONS
+from jaxkv.serve.api.chat_body import ChatBody
+from jaxkv.serve.api.completions import CompletionBody
 
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 

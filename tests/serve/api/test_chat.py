@@ -4,8 +4,8 @@ import json
 import pytest
 import tokenizers
 
+from jaxkv.serve.api.chat_turn import reasoning_share
 from jaxkv.serve.generation import Delta
-from jaxkv.serve.http.chat_turn import reasoning_share
 from jaxkv.serve.parsers.events import Content, Reasoning
 from jaxkv.text.tokenizer import Tokenizer
 from tests.serve.http.serving import CHATTY, TOKENIZER, events_of, serving

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.serve.http.chat_body import ChatBody, Message, RefusalPart, TextPart
+from jaxkv.serve.api.chat_body import ChatBody, Message, RefusalPart, TextPart
 from jaxkv.serve.http.errors import bad_request
 from jaxkv.text.chat_template import ChatOptions
 from jaxkv.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Atomic file writes: a file is written as a draft in a folder beside its target, and then moved to the target."""
+"""Atomic file writes: the content is written in a folder beside the file, and then replaces the file in one step."""
 
 import fcntl
 import os
@@ -10,32 +10,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_ENDING = ".jaxkv-draft"
+_ENDING = ".jaxkv-unfinished"
 _LOCK = "lock"
 _GRACE_SECONDS = 60.0
-"""Younger drafts are never removed, because their process may not have locked them yet."""
+"""Younger folders are never removed, because their process may not have locked them yet."""
 
 
 @contextmanager
-def draft_of(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a path to write to; at the end of the block the file there replaces `path`, unless the block raised.
 
-    The draft lies in a folder of its own, which also has room for temporary files and is locked until the end. A
+    The file lies in a folder of its own, which also has room for temporary files and is locked until the end. A
     process that is killed leaves the folder behind without a lock; see `remove_abandoned`.
 
     Raises:
-        OSError: names the folder of `path` if no draft can be made there.
+        OSError: names the folder of `path` if nothing can be made there.
     """
     try:
         made = tempfile.mkdtemp(prefix=f".{path.name[:100]}.", suffix=_ENDING, dir=path.parent)
     except OSError as error:
-        # The user does not know the name of the draft.
+        # The user does not know the name of the temporary folder.
         error.filename = str(path.parent)
         raise
     folder = Path(made)
     try:
         with (folder / _LOCK).open("wb") as lock:
-            # Some network file systems have no locks; `remove_abandoned` then removes no drafts.
+            # Some network file systems have no locks; `remove_abandoned` then removes nothing.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder / "content"
@@ -44,22 +44,22 @@ def draft_of(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def files_of_drafts(folder: Path) -> list[Path]:
-    """Returns the files of all drafts in a folder, abandoned or not."""
+def unfinished_files(folder: Path) -> list[Path]:
+    """Returns the files of all writes in a folder that have not ended, abandoned or not."""
     return sorted(folder.glob(f".*{_ENDING}/*"))
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Deletes this user's drafts in a folder whose process has ended, which are those without a lock."""
-    for draft in folder.glob(f".*{_ENDING}"):
+    """Deletes this user's unfinished writes in a folder whose process has ended, which are those without a lock."""
+    for unfinished in folder.glob(f".*{_ENDING}"):
         # Another process may have removed or locked it.
         with suppress(OSError):
-            found = draft.lstat()
+            found = unfinished.lstat()
             # In a folder that several users write to, the lock of another user may be a link or a pipe.
             if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
                 continue
             if time.time() - found.st_mtime < _GRACE_SECONDS:
                 continue
-            with (draft / _LOCK).open("ab") as lock:
+            with (unfinished / _LOCK).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(draft)
+                shutil.rmtree(unfinished)

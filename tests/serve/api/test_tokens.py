@@ -1,6 +1,6 @@
 import asyncio
 
-from jaxkv.serve.http.app import OPERATIONS
+from jaxkv.serve.api.app import OPERATIONS
 from tests.serve.http.serving import CHATTY, TOKENIZER, serving
 
 

@@ -8,15 +8,15 @@ from typing import Any
 from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.structured_outputs import StructuredOutputs
+from jaxkv.serve.api.chat_body import ChatBody, ChosenTool
+from jaxkv.serve.api.conversation import body_options, template_messages, thinking
+from jaxkv.serve.api.sampling_fields import without_refused
+from jaxkv.serve.api.state import check_model
 from jaxkv.serve.generation import Delta
-from jaxkv.serve.http.chat_body import ChatBody, ChosenTool
-from jaxkv.serve.http.conversation import body_options, template_messages, thinking
 from jaxkv.serve.http.errors import ApiError, bad_request
 from jaxkv.serve.http.json_body import convert
 from jaxkv.serve.http.request import Request
-from jaxkv.serve.http.sampling_fields import without_refused
 from jaxkv.serve.http.service import ChatPrompt, Service
-from jaxkv.serve.http.state import check_model
 from jaxkv.serve.http.work import Usage, Work, check_prompts
 from jaxkv.serve.parsers.choose import ParserChoice, open_parser
 from jaxkv.serve.parsers.events import (

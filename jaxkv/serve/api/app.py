@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxkv.serve.api import messages, responses
-from jaxkv.serve.http import chat, completions, looking, state, tokens
+from jaxkv.serve.api import chat, completions, messages, monitoring, responses, state, tokens
 from jaxkv.serve.http.auth import ApiKeys
 from jaxkv.serve.http.errors import ApiError, ErrorForm, internal_error, openai_error
 from jaxkv.serve.http.guard import Guard
@@ -34,7 +33,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *messages.OPERATIONS,
     *tokens.OPERATIONS,
     *state.OPERATIONS,
-    *looking.OPERATIONS,
+    *monitoring.OPERATIONS,
     Operation(
         path="/openapi.json",
         handler=openapi,

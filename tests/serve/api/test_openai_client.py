@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
+from tests.serve.api.test_chat import CALL, TOOLS, answers
 from tests.serve.http.listening import listening
 from tests.serve.http.serving import TOKENIZER
-from tests.serve.http.test_chat import CALL, TOOLS, answers
 
 KEY = "key-of-the-client"
 MESSAGES = [{"role": "user", "content": "hello"}]

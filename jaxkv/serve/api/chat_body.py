@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from jaxkv.config.sampling import MAX_LOGPROBS
+from jaxkv.serve.api.sampling_fields import Label, Name, SamplingFields
 from jaxkv.serve.http.errors import bad_request
-from jaxkv.serve.http.sampling_fields import Label, Name, SamplingFields
 
 MAX_TOOLS = 128
 _FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]

@@ -22,8 +22,8 @@ from jaxkv.config.sampling import (
     MAX_STRING_CHARACTERS,
     SamplingParams,
 )
+from jaxkv.serve.api.structured_fields import StructuredFields
 from jaxkv.serve.http.errors import ApiError, bad_request
-from jaxkv.serve.http.structured_fields import StructuredFields
 from jaxkv.wording import clip
 
 MAX_SAMPLES = 128

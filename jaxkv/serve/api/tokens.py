@@ -7,15 +7,15 @@ import msgspec
 from msgspec import Meta
 
 from jaxkv.config.checks import INT32_MAX
-from jaxkv.serve.http.chat_body import Message, Setting, Tool, Variable, check_message
-from jaxkv.serve.http.conversation import chat_options, template_messages
+from jaxkv.serve.api.chat_body import Message, Setting, Tool, Variable, check_message
+from jaxkv.serve.api.conversation import chat_options, template_messages
+from jaxkv.serve.api.state import check_model
 from jaxkv.serve.http.errors import bad_request
 from jaxkv.serve.http.json_body import convert
 from jaxkv.serve.http.operation import Operation
 from jaxkv.serve.http.replies import Reply
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
-from jaxkv.serve.http.state import check_model
 from jaxkv.text.chat_template import ChatOptions
 
 
