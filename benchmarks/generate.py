@@ -189,9 +189,13 @@ def make_sequence_runner(
     params: Params,
     implementation: str | None,
     length: int | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> SequenceRunner:
     """Returns a runner whose cache holds exactly the setting's sequences, or as many of `length` tokens."""
-    model = replace(build_model(config), implementation=implementation)
+    model = replace(
+        build_model(config), implementation=implementation, batch_invariant=batch_invariant
+    )
     dtype = str(jax.tree.leaves(params)[0].dtype)
     length = length or setting.context + setting.new_tokens
     cache = CacheConfig(max_sequences=setting.batch)

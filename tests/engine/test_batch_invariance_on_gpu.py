@@ -126,7 +126,7 @@ def test_requests_have_the_same_bits_alone_and_among_others():
     wanted = [said(play(lonely, [one], draw)[0]) for one in requests]
     preempted = cached = 0
     for way in (
-        {"rows": 4, "tokens": 24, "pages": 24},
+        {"rows": 4, "tokens": 24, "pages": 16},
         {"rows": 16, "tokens": 512, "steps_per_launch": 4},
     ):
         served = play(engine_of(**way), requests, draw)

@@ -1,0 +1,18 @@
+"""The benchmark of rollouts runs both engines and records its measurements."""
+
+import pytest
+
+from benchmarks import rollouts
+from benchmarks.record import load_record
+
+
+@pytest.mark.slow
+def test_a_record_has_rollouts_whose_replay_is_exact(tmp_path):
+    sizes = ["--shape", "tiny", "--prompts", "3", "--samples", "2", "--length", "8", "--rows", "4"]
+    rollouts.main([*sizes, "--rounds", "1", "--cache-bytes", "4194304", "--folder", str(tmp_path)])
+    rows = load_record(tmp_path / "rollouts-tiny.json").rows
+    assert [row["batch_invariant"] for row in rows] == [False, True]
+    for row in rows:
+        assert row["replay_tokens_that_differ"] == row["compiled_late"] == 0
+        assert row["tokens_per_s"] == pytest.approx(48 / row["seconds"])
+        assert 0 < row["floor_percent"] < 100
