@@ -62,7 +62,7 @@ class _Kind(NamedTuple):
 
 
 # Of floating-point codes: the shift of the magnitude, its mask, and the two factors that correct the exponent.
-_KINDS = {
+KINDS = {
     "bfloat16": _Kind("bf16", 0x43004300, (4, 0x07F007F0, 0x7B807B80), (6, 0x01C001C0, 0x7E807E80)),
     "float16": _Kind("f16", 0x64006400, (7, 0x3F803F80, 0x5C005C00), (9, 0x0E000E00, 0x74007400)),
 }
@@ -127,7 +127,7 @@ def start_product(
         plgpu.RefType(swizzled(chunk, x.dtype)),
     )
     given = () if zeros is None else (zeros,)
-    bits, kind = CODES[code].bits, _KINDS[jnp.dtype(x.dtype).name]
+    bits, kind = CODES[code].bits, KINDS[jnp.dtype(x.dtype).name]
 
     @inline(arg_types=(*types, *(PER_ROW for _ in given)), return_type=result)
     def run(_: Value, codes_ref: Value, x_ref: Value, *zeros: Value) -> Value:
@@ -235,7 +235,7 @@ def conversion(code: str, dtype: DTypeLike) -> str:
         code: name in `CODES`. $1 has two 8-bit codes in its low half, or 4-bit codes in the byte that $2 selects.
         dtype: bfloat16 or float16. Of int4 $3 is the zero point, in both halves, as an integer beside `magic`.
     """
-    kind = _KINDS[jnp.dtype(dtype).name]
+    kind = KINDS[jnp.dtype(dtype).name]
     shift, mask, factor = kind.e2m1 if code == "float4_e2m1fn" else kind.e4m3
     return _CONVERT[code].format(
         kind=kind.name,
@@ -289,7 +289,8 @@ def _gather(ref: Ref, rows: Array, groups: Array, dtype: DTypeLike) -> Array:
             ]
             number = memref.load(source, index)
             if is_exponent:
-                number = _power_of_two(arith.bitcast(ir.IntegerType.get_signless(8), number))
+                octet = arith.bitcast(ir.IntegerType.get_signless(8), number)
+                number = power_of_two(arith.extui(i32(), octet))
             elif dtype == jnp.int32:
                 number = arith.extui(i32(), number)
             elif ref.dtype != jnp.float32:
@@ -303,13 +304,10 @@ def _gather(ref: Ref, rows: Array, groups: Array, dtype: DTypeLike) -> Array:
     return load(ref, rows, groups)
 
 
-def _power_of_two(octet: Value) -> Value:
+def power_of_two(code: Value) -> Value:
     """Returns the float32 number of an e8m0 code: 2**(code - 127), a subnormal number for 0, and NaN for 255."""
-    code = arith.extui(i32(), octet)
-    bits = arith.shli(code, constant(23))
-    is_least = arith.cmpi(arith.CmpIPredicate.eq, code, constant(0))
+    bits = arith.maxui(arith.shli(code, constant(23)), constant(1 << 22))
     is_nan = arith.cmpi(arith.CmpIPredicate.eq, code, constant(255))
-    bits = arith.select(is_least, constant(1 << 22), bits)
     bits = arith.select(is_nan, constant(0x7FC00000), bits)
     return arith.bitcast(ir.F32Type.get(), bits)
 

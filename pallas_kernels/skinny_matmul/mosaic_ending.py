@@ -14,9 +14,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic.activations import activated
+from pallas_kernels.mosaic.few_bits_by_warp import HEIGHT
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref, Slice
 from pallas_kernels.mosaic.rows import Piece, broadcast, load, row_pieces, store_per_row
+from pallas_kernels.mosaic.warps import WARPS
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 
@@ -117,7 +119,8 @@ class End:
             count: number of these rows.
         """
         g, s, refs = self.geometry, self.schedule, self.refs
-        width = min(s.columns, _WARP)
+        # Of warps that are apart, 16 adjacent rows of the sums belong to adjacent columns.
+        width = min(s.columns, _WARP if s.apart == 1 else HEIGHT)
         for piece in row_pieces(count, width, 1):
             rows = pl.ds(first + piece.start, piece.size)
             starts = range(0, s.columns, width)
@@ -152,6 +155,9 @@ class End:
         for fold in range(s.folds):
             of_fold = pl.ds(fold * s.window(g) + piece.start, piece.size)
             columns = pl.ds((fold * g.parts + part) * s.columns + start, width)
+            if s.apart > 1:
+                of_fold = pl.ds(piece.start, piece.size)
+                columns = pl.ds((part * s.columns + start) * WARPS + fold * HEIGHT, width)
             tile = self.refs["sums"].at[columns, of_fold].transpose((1, 0))
             found.append(load(tile, piece.layout))
         total = sum(found[1:], found[0])

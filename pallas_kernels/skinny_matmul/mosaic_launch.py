@@ -25,6 +25,7 @@ from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.skinny_matmul.mosaic_block import Block
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_few_bits import multiply_few_bits
+from pallas_kernels.skinny_matmul.mosaic_few_bits_by_warp import multiply_few_bits_by_warp
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import shared
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
@@ -102,7 +103,7 @@ class Kernel:
             **(shared(g, s) if s.cluster > 1 else {}),
             "weights": slots(s.height(g), octets, stored),
             "inputs": slots(s.width(g), s.chunk(g), g.dtype),
-            "sums": plgpu.SMEM((s.height(g), s.folds * s.window(g) + PADDING), jnp.float32),
+            "sums": plgpu.SMEM((s.height(g), s.sums_width(g) + PADDING), jnp.float32),
             "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         }
 
@@ -116,6 +117,8 @@ class Kernel:
             # Each group has `MOST_ROWS` rows.
             first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
         block = Block(self.geometry, self.schedule, self.ending, named | scratch, first)
-        block.run(
-            multiply_wide if packing is None else partial(multiply_few_bits, interpret=interpret)
-        )
+        if packing is None:
+            block.run(multiply_wide)
+            return
+        multiply = multiply_few_bits if self.schedule.apart == 1 else multiply_few_bits_by_warp
+        block.run(partial(multiply, interpret=interpret))

@@ -20,6 +20,8 @@ from pallas_kernels.device import (
     WGMMA_ROWS,
 )
 from pallas_kernels.fixed_order import is_fixed
+from pallas_kernels.mosaic.few_bits_by_warp import HEIGHT
+from pallas_kernels.mosaic.warps import WARPS
 from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS, Geometry
 from pallas_kernels.tuning import choose
 
@@ -70,6 +72,8 @@ class Schedule:
         blocks: most blocks per split; with fewer blocks than tiles each processes several.
         cluster: blocks that divide a tile's contraction and add up their sums in distributed shared memory.
         passes: number of groups of rows whose sums go through shared memory one after the other.
+        apart: warps that multiply folds of their own, 4 for four folds of a weight in few bits; 1 if all four multiply
+            every fold together.
     """
 
     columns: int
@@ -80,6 +84,7 @@ class Schedule:
     blocks: int
     cluster: int = 1
     passes: int = 1
+    apart: int = 1
 
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
@@ -128,7 +133,7 @@ class Schedule:
     @classmethod
     def _filled(cls, geometry: Geometry, cut: "_Cut") -> "Schedule":
         """Returns the schedule of a cut with as many stages as shared memory holds."""
-        empty = cls(cut.columns, cut.folds, 1, 0, cut.splits, 1, cut.cluster, cut.passes)
+        empty = cls(cut.columns, cut.folds, 1, 0, cut.splits, 1, cut.cluster, cut.passes, cut.apart)
         tiles = empty.tiles(geometry)
         resident = ceil(tiles * empty.shares / NUM_MULTIPROCESSORS)
         blocks = tiles
@@ -164,7 +169,7 @@ class Schedule:
         if height % WGMMA_ROWS:
             return f"a turn must hold a multiple of {WGMMA_ROWS} rows of the weight, got {height}"
         widest, most = _MOST_WIDTH, _MOST_SUMS
-        if geometry.packing is not None:
+        if geometry.packing is not None and self.apart == 1:
             widest, most = _MOST_WIDTH_OF_FEW_BITS, _MOST_SUMS_OF_FEW_BITS
         if width > widest or height * width > most:
             return f"{height} x {width} sums do not fit in a warpgroup's registers"
@@ -176,7 +181,7 @@ class Schedule:
             return f"a stage is refilled while the next one is read, so {turns} turns need two slots, got one"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
-        return self._refusal_of_windows(geometry)
+        return self._refusal_of_windows(geometry) or self._refusal_of_warps(geometry)
 
     def _refusal_of_windows(self, geometry: Geometry) -> str | None:
         """Returns why the schedule's clusters or passes are not supported, or `None` if they are."""
@@ -192,6 +197,21 @@ class Schedule:
             return f"a cluster needs one tile per block and more than {ROW_TILE} rows, got {self}"
         return None
 
+    def _refusal_of_warps(self, geometry: Geometry) -> str | None:
+        """Returns why warps cannot multiply folds of their own as the schedule asks, or `None` if they can."""
+        if self.apart == 1:
+            return None
+        if geometry.packing is None:
+            return (
+                f"only with a weight in few bits do warps multiply folds of their own, got {self}"
+            )
+        if self.apart != WARPS or self.folds != WARPS:
+            return f"each of {WARPS} warps needs one fold of its own, got {self}"
+        if self.columns < HEIGHT:
+            return f"a warp multiplies at least {HEIGHT} columns, got {self.columns}"
+        sums = self.height(geometry) * geometry.padded_rows
+        return None if sums <= _MOST_SUMS_OF_FEW_BITS else f"{sums} sums do not fit in registers"
+
     @property
     def shares(self) -> int:
         """Blocks among which a tile's contraction is divided, by clusters and splits."""
@@ -201,6 +221,10 @@ class Schedule:
         """Returns the rows of x whose sums are in shared memory at once."""
         groups = geometry.padded_rows // ROW_TILE
         return ROW_TILE * ceil(groups / max(self.cluster, self.passes))
+
+    def sums_width(self, geometry: Geometry) -> int:
+        """Returns the columns of the sums in shared memory: all folds multiply all rows of x, unless they are apart."""
+        return self.folds // self.apart * self.window(geometry)
 
     def height(self, geometry: Geometry) -> int:
         """Returns the rows of the weight in a stage."""
@@ -239,7 +263,8 @@ class Schedule:
         """Returns the shared memory of one block in bytes."""
         height, window = self.height(geometry), self.window(geometry)
         sums = (
-            ceil(4 * height * (self.folds * window + PADDING) / SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+            ceil(4 * height * (self.sums_width(geometry) + PADDING) / SHARED_ALIGNMENT)
+            * SHARED_ALIGNMENT
         )
         slots = self.stages * self.slot_bytes(geometry)
         received = 4 * self.cluster * height * window if self.cluster > 1 else 0
@@ -272,6 +297,16 @@ class _Cut(NamedTuple):
     splits: int = 1
     cluster: int = 1
     passes: int = 1
+    apart: int = 1
+
+
+def _cuts_apart(geometry: Geometry) -> list[_Cut]:
+    """Returns the cuts whose folds different warps multiply, best first: few rows times a weight in few bits."""
+    if geometry.packing is None or geometry.rows > _FEW_ROWS:
+        return []
+    widths = [width for width in (64, 32, 16) if width <= geometry.out]
+    enough = [width for width in widths if ceil(geometry.out / width) >= _ENOUGH_BLOCKS[0]]
+    return [_Cut(width, WARPS, apart=WARPS) for width in (*enough, *reversed(widths))]
 
 
 def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic.few_bits import conversion
+from pallas_kernels.mosaic.few_bits_by_warp import pairs_of_word, word_conversion
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 MAGIC = {"bfloat16": 0x43004300, "float16": 0x64006400}
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+TWO = {"bfloat16": "bf16x2", "float16": "f16x2"}
 INSTRUCTION = re.compile(r"(\S+) (\S+), ([^;]+)")
 
 
@@ -23,10 +25,10 @@ def bytes_of(word, other, selector):
     return sum((both >> 8 * (selector >> 4 * at & 7) & 255) << 8 * at for at in range(4))
 
 
-def run(text, dtype, *operands):
-    """Returns the two numbers of $0 after the instructions of a block."""
-    names = {f"${place}": value for place, value in enumerate(operands, 1)}
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+def run(text, dtype, *operands, results=1):
+    """Returns the two numbers of each result after the instructions of a block, those of $0 first."""
+    names = {f"${place}": value for place, value in enumerate(operands, results)}
+    kind = TWO[dtype]
 
     def packed(numbers):
         low, high = np.asarray(numbers, DTYPES[dtype]).view(np.uint16).tolist()
@@ -36,6 +38,7 @@ def run(text, dtype, *operands):
         "mov.b32": lambda a: a,
         "prmt.b32": bytes_of,
         "shl.b32": lambda a, b: a << b,
+        "shr.b32": lambda a, b: a >> b,
         "and.b32": lambda a, b: a & b,
         "mul.lo.u32": lambda a, b: a * b,
         # The last operand is the truth table of (a & b) | c.
@@ -50,7 +53,10 @@ def run(text, dtype, *operands):
         name, target, others = found.groups()
         values = [names[part] if part in names else int(part, 0) for part in others.split(", ")]
         names[target] = run_one[name](*values) & 0xFFFFFFFF
-    return halves(names["$0"], dtype).astype(np.float64).tolist()
+    found = [
+        halves(names[f"${place}"], dtype).astype(np.float64).tolist() for place in range(results)
+    ]
+    return found[0] if results == 1 else found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,3 +86,37 @@ def test_pairs_of_4_bits_are_widened_exactly_whichever_byte_they_are_in(member, 
         zero = byte % 16
         base = MAGIC[dtype] | zero * 0x10001
         assert run(int4, dtype, word, 0x4440 + member, base) == [code - zero for code in codes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("code", "stored"), [("int8", np.int8), ("float8_e4m3fn", ml_dtypes.float8_e4m3fn)]
+)
+def test_words_of_8_bits_are_widened_exactly_into_pairs_two_places_apart(code, stored, dtype):
+    every = [byte for byte in range(256) if code == "int8" or byte & 127 != 127]
+    text = word_conversion(code, dtype)
+    for shift, first in enumerate(every):
+        octets = [every[(step * shift + first) % len(every)] for step in range(4)]
+        word = int.from_bytes(octets, "little")
+        numbers = np.array(octets, np.uint8).view(stored).astype(np.float64)
+        wanted = [numbers[place::2].tolist() for place in (0, 1)]
+        assert run(text, dtype, word, results=pairs_of_word(code)) == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_words_of_4_bits_are_widened_exactly_into_pairs_four_places_apart(dtype):
+    e2m1, int4 = word_conversion("float4_e2m1fn", dtype), word_conversion("int4", dtype)
+    for first in range(256):
+        codes = [(first >> 4 * (place % 2)) + 5 * place & 15 for place in range(8)]
+        word = sum(code << 4 * place for place, code in enumerate(codes))
+        zero = first % 16
+        signed = [(-1) ** (code >> 3) * E2M1[code & 7] for code in codes]
+        shifted = [code - zero for code in codes]
+        base = MAGIC[dtype] | zero * 0x10001
+        pairs = [(place, place + 4) for place in range(4)]
+        count = pairs_of_word("int4")
+        assert run(e2m1, dtype, word, results=count) == [
+            [signed[at] for at in pair] for pair in pairs
+        ]
+        found = run(int4, dtype, word, base, results=count)
+        assert found == [[shifted[at] for at in pair] for pair in pairs]
