@@ -29,6 +29,9 @@ def as_int(name: str, value: int, low: int, high: int, why: str = "") -> int:
     Raises:
         ValueError: `value` is no int or out of bounds.
     """
+    # Nearly every value; asking `Integral` takes several times as long.
+    if type(value) is int and low <= value <= high:
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
         reason = why and f"; {why}"
         raise ValueError(f"{name} must be an int in [{low}, {high}], got {shown(value)}{reason}")
@@ -38,6 +41,8 @@ def as_int(name: str, value: int, low: int, high: int, why: str = "") -> int:
 def as_float(name: str, value: float, low: float, high: float) -> float:
     """Returns `value` as a Python float; raises `ValueError` for a bool, NaN, or a number out of [low, high]."""
     # Comparisons with NaN are false, and the bounds are finite.
+    if type(value) is float and low <= value <= high:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {shown(value)}")
     return float(value)

@@ -194,8 +194,10 @@ class SamplingParams:
         as_int("the number of stop_token_ids", len(ids), 0, MAX_STOP_IDS)
         ids = tuple(as_int("stop_token_ids", token, 0, INT32_MAX) for token in ids)
         object.__setattr__(self, "stop_token_ids", ids)
-        object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
-        object.__setattr__(self, "logits_processors", ProcessorCalls(self.logits_processors))
+        if type(self.logit_bias) is not TokenBias:
+            object.__setattr__(self, "logit_bias", TokenBias(self.logit_bias))
+        if type(self.logits_processors) is not ProcessorCalls:
+            object.__setattr__(self, "logits_processors", ProcessorCalls(self.logits_processors))
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
             object.__setattr__(self, name, _as_strings(name, getattr(self, name), most))
 

@@ -382,7 +382,7 @@ def pack_sampling(params: SamplingParams) -> dict[str, Any]:
     return {
         name: _plain(value)
         for name, default in _DEFAULTS.items()
-        if (value := getattr(params, name)) != default
+        if (value := getattr(params, name)) is not default and value != default
     }
 
 
