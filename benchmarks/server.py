@@ -4,9 +4,10 @@
 
 Each shape runs with random weights and a made-up tokenizer of its vocabulary: once in one process without HTTP
 (`benchmarks.engine_loads`), and once as `jaxkv serve` with `jaxkv bench serve` as client. Both get prompts of the same
-lengths: all at once, several times, and then a few per second. Programs are compiled, and run once, before both. The
-engine alone writes no text, so the difference is all that a server adds. Where a step waits little for the device, the
-host is the limit. One record is written for each shape.
+lengths: all at once, several times, and then a few per second. Programs are compiled, and run once, before both, and
+the client opens its connections before the first request. The engine alone writes no text, so the difference is all
+that a server adds. Where a step waits little for the device, the host is the limit. One record is written for each
+shape.
 """
 
 import argparse
@@ -162,7 +163,11 @@ def _options(load: Load) -> list[str]:
         f"--requests={load.requests}",
         f"--prompt-tokens={load.prompt_tokens}",
         f"--output-tokens={load.output_tokens}",
-        *([] if load.rate is None else [f"--rate={load.rate:g}"]),
+        *(
+            [f"--open-connections={load.requests}"]
+            if load.rate is None
+            else [f"--rate={load.rate:g}"]
+        ),
     ]
 
 

@@ -117,6 +117,14 @@ def _load_options(parser: argparse.ArgumentParser) -> None:
         help="requests that are sent before and not measured (default: %(default)s)",
     )
     parser.add_argument(
+        "--open-connections",
+        type=size,
+        default=0,
+        metavar="N",
+        help="connections that are opened before the first request, so that no latency holds their set-up; requests "
+        "beyond them open their own (default: %(default)s)",
+    )
+    parser.add_argument(
         "--ignore-eos",
         action="store_true",
         help="generate all output tokens, on servers that know this parameter, such as jaxkv and vLLM",
@@ -183,6 +191,7 @@ def _asked(options: argparse.Namespace) -> "LoadTest":
     if options.max_concurrency is not None:
         as_int("--max-concurrency", options.max_concurrency, 1, 2**20)
     as_int("--warm-up", options.warm_up, 0, 2**20)
+    as_int("--open-connections", options.open_connections, 0, 2**20)
     url = options.base_url or os.environ.get(URL_VARIABLE) or _USUAL_URL
     return LoadTest(
         base_url=url.rstrip("/"),
@@ -197,6 +206,7 @@ def _asked(options: argparse.Namespace) -> "LoadTest":
         burstiness=options.burstiness,
         max_concurrency=options.max_concurrency,
         warm_up=options.warm_up,
+        open_connections=options.open_connections,
         ignore_eos=options.ignore_eos,
         timeout=options.timeout,
         objectives=_named(options.goodput),

@@ -84,6 +84,7 @@ def test_a_wrong_key_is_said_before_the_run(stub, capsys):
         (["--vocab-size", "9", "--data-file", "x"], "--vocab-size draws prompts"),
         (["--max-concurrency", "0"], "--max-concurrency must be an int in [1, "),
         (["--warm-up", "-1"], "--warm-up must be an int in [0, "),
+        (["--open-connections", "-1"], "--open-connections must be an int in [0, "),
         (["--plot", "x.gif"], "a plot is a file .html or .png"),
         (["--result-json", "/no/such/folder/x.json"], "does not exist"),
         (["--endpoint", "embeddings"], "endpoint must be one of"),

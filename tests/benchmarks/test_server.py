@@ -67,7 +67,8 @@ def test_failed_requests_are_no_measurement():
 
 
 def test_a_load_is_written_as_options():
-    assert _options(LOAD) == ["--requests=4", "--prompt-tokens=8", "--output-tokens=10"]
+    sizes = ["--requests=4", "--prompt-tokens=8", "--output-tokens=10"]
+    assert _options(LOAD) == [*sizes, "--open-connections=4"]
     assert _options(Load(1, 2, 3, 0.5))[-1] == "--rate=0.5"
 
 

@@ -142,6 +142,11 @@ class Exchange(asyncio.Protocol):
             # The end of the body, which no timeline needs.
             asyncio.get_running_loop().call_later(_SECONDS_TO_END, self._end_waiting)
 
+    def stay_idle(self, idle: "list[Exchange]") -> None:
+        """Leaves a new connection for the first request."""
+        self._idle, self._stays_open = idle, True
+        self._wait_for_another()
+
     def abort(self) -> None:
         """Closes the connection."""
         if self._transport is not None:
@@ -239,6 +244,24 @@ async def exchange(
                 raise
         else:
             return protocol
+    protocol = await _connected(server, on_body)
+    await _answered(server, protocol, request)
+    return protocol
+
+
+async def open_idle(server: Server, count: int) -> None:
+    """Opens connections until so many are idle, for requests whose times are not to hold the set-up of one.
+
+    Raises:
+        ExchangeFailed: the server could not be reached.
+    """
+    for _ in range(count - len(server.idle)):
+        protocol = await _connected(server, lambda _, part: None)
+        protocol.stay_idle(server.idle)
+
+
+async def _connected(server: Server, on_body: Callable[[Exchange, bytes], None]) -> Exchange:
+    """Returns an exchange on a new connection."""
     try:
         _, protocol = await asyncio.get_running_loop().create_connection(
             lambda: Exchange(on_body), server.host, server.port, ssl=server.tls
@@ -247,7 +270,6 @@ async def exchange(
         raise ExchangeFailed(
             f"cannot connect to {server.host}:{server.port}: {_reason(error)}"
         ) from error
-    await _answered(server, protocol, request)
     return protocol
 
 

@@ -13,7 +13,13 @@ import numpy as np
 
 from jaxkv.bench.client.completion import Answer, Api, Prompt, complete, status_error
 from jaxkv.bench.client.data_file import Entry, chosen_entries, load_entries
-from jaxkv.bench.client.http_exchange import ExchangeFailed, Server, exchange, server_at
+from jaxkv.bench.client.http_exchange import (
+    ExchangeFailed,
+    Server,
+    exchange,
+    open_idle,
+    server_at,
+)
 from jaxkv.bench.client.load import Clock, Load
 from jaxkv.bench.client.prompts import (
     SAMPLE_WORDS,
@@ -54,6 +60,7 @@ class LoadTest:
         burstiness: see `arrivals`.
         max_concurrency: most requests at once; `None` for all.
         warm_up: requests that are sent before, all at once, and not measured.
+        open_connections: connections that are opened before each run; requests beyond them open their own.
         ignore_eos: generate on after the end of text.
         timeout: most seconds of a request.
         objectives: for the goodput.
@@ -71,6 +78,7 @@ class LoadTest:
     burstiness: float = 1.0
     max_concurrency: int | None = None
     warm_up: int = 0
+    open_connections: int = 0
     ignore_eos: bool = False
     timeout: float = 600.0
     objectives: Objectives | None = None
@@ -178,6 +186,7 @@ async def _measure(
                 note(_NO_FIGURES)
                 return False
         due = arrivals(len(bodies), rate, test.workload.seed, test.burstiness)
+        await _open_connections(server, test)
         load, answers = await _send(api, bodies, due, test.max_concurrency, status, clock)
         if load.interrupted and not any(timeline.good for timeline in load.ended):
             note(_NO_FIGURES)
@@ -196,6 +205,15 @@ async def _measure(
         if load.interrupted:
             return False
     return True
+
+
+async def _open_connections(server: Server, test: LoadTest) -> None:
+    try:
+        await open_idle(server, test.open_connections)
+    except ExchangeFailed as error:
+        raise ValueError(
+            f"{test.base_url} takes no {test.open_connections} connections: {error}"
+        ) from error
 
 
 async def _send(
@@ -360,6 +378,7 @@ def _about(test: LoadTest, api: Api, rate: float | None) -> dict[str, Any]:
         "max_concurrency": test.max_concurrency,
         "ignore_eos": test.ignore_eos,
         "warm_up": test.warm_up,
+        "open_connections": test.open_connections,
         "vocab_size": test.vocab_size,
         "timeout": test.timeout,
         "data_file": None if test.data_file is None else test.data_file.name,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jaxkv.bench.client import http_exchange
-from jaxkv.bench.client.http_exchange import ExchangeFailed, Server, exchange
+from jaxkv.bench.client.http_exchange import ExchangeFailed, Server, exchange, open_idle
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 WHOLE = HEAD + b"4\r\ndone\r\n0\r\n\r\n"
@@ -73,3 +73,27 @@ def test_an_answer_that_breaks_off_is_not_asked_for_twice():
 
 def test_a_connection_that_is_closed_as_the_request_comes_is_replaced():
     assert answered([WHOLE, b""], [WHOLE] * 3, requests=3) == ([b"done"] * 3, 2, 1)
+
+
+def test_requests_take_the_connections_that_were_opened_before_and_others_open_their_own():
+    connections = []
+
+    async def serve(reader, writer):
+        connections.append(writer)
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(WHOLE)
+
+    async def run():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            server = Server(host="127.0.0.1", port=listening.sockets[0].getsockname()[1])
+            await open_idle(server, 2)
+            await open_idle(server, 2)
+            opened = len(server.idle)
+            sent = (exchange(server, "/", None, lambda one, part: None) for _ in range(3))
+            ended = await asyncio.gather(*sent)
+            server.close()
+            for writer in connections:
+                writer.close()
+        return opened, [one.status for one in ended], len(connections)
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == (2, [200] * 3, 3)

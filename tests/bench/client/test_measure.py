@@ -184,6 +184,14 @@ def test_warm_up_requests_are_sent_first_and_not_measured(tmp_path):
     assert server.arrived == pytest.approx([0, 0, 3, 3, 3, 3])
 
 
+def test_no_request_of_a_run_waits_for_a_connection_that_was_opened_before(tmp_path):
+    # One connection lists the models, and three are open when the first request is sent.
+    run = measured(tmp_path, [answer(0.1)] * 3, open_connections=3, refuse_after=4)
+    assert (run.figures.requests, run.figures.failed) == (3, 0)
+    with pytest.raises(ValueError, match="http://server takes no 3 connections: cannot connect"):
+        measured(tmp_path, [answer(0.1)] * 3, open_connections=3, refuse_after=1)
+
+
 def test_an_interrupted_run_reports_what_has_ended_and_says_so(tmp_path):
     server = ScriptedServer([answer(0.1), answer(0.2), answer(9.0), answer(9.0)])
     told = measure(tmp_path, server, workload=workload(4), cancel_at=1.0, rates=(None, 2.0))
