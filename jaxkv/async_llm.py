@@ -10,11 +10,13 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.sharding import Sharding
 
 from jaxkv.config.sampling import SamplingParams
@@ -24,6 +26,7 @@ from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
+from jaxkv.given_samples import Outputs
 from jaxkv.llm import LLM
 from jaxkv.models.protocol import Params
 from jaxkv.rollout import Rollout, rollout_of
@@ -43,6 +46,7 @@ class _Call:
     Attributes:
         requests: one request per sample.
         loop: the caller's event loop.
+        as_text: see `Engine.add`.
         arrivals: (sample number, piece) for each new piece, or the error that ends the call.
         samples: the engine's states of the requests; empty until the engine has accepted them.
         left: the caller does not wait any more.
@@ -50,6 +54,7 @@ class _Call:
 
     requests: list[Request]
     loop: asyncio.AbstractEventLoop
+    as_text: bool = True
     arrivals: asyncio.Queue[_Arrival] = field(default_factory=asyncio.Queue)
     samples: list[RequestState] = field(default_factory=list)
     left: bool = False
@@ -226,11 +231,7 @@ class AsyncLLM:
             salt=given["salt"],
         )
         calls = self._queue(requests)
-        try:
-            for call in calls:
-                await self._end_of(call)
-        finally:
-            self._loop.put(lambda: self._abort_all(calls))
+        await self._ends_of(calls)
         made = rollout_of(
             [output_of(call.samples, self._llm.tokenizer) for call in calls],
             prompt_width=prompt_width,
@@ -238,6 +239,52 @@ class AsyncLLM:
             pad_id=pad_id,
         )
         return made if device is None else made.to(device)
+
+    async def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        outputs: Outputs | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora: str | None = None,
+        priority: int = 0,
+        **options: object,
+    ) -> list[np.ndarray]:
+        """Returns the log-probabilities of given tokens, beside other callers, as `LLM.score` does.
+
+        Whole texts take a step each, between steps of the others. Samples are computed with theirs, so the result has
+        the rollout's bits with `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`. Any other engine empties
+        its prefix cache first, and has these bits only if nothing else runs; see `LLM.score`. Cancelling the call
+        aborts its requests.
+
+        Args:
+            prompts: as for `LLM.score`, like all that is not listed.
+            outputs: a `Rollout` of these prompts, or for each prompt the token ids of each of its samples.
+            sampling: with `outputs` alone.
+            lora: name of the adapter that computes them.
+            priority: with `outputs` alone, as for `stream`.
+            options: as for `stream`, with `outputs` alone.
+
+        Raises:
+            ValueError, ProgramRefused: as for `LLM.score`.
+            OutOfPages, OutOfStates: nobody runs, and a whole text needs more pages than are free.
+            RuntimeError: a sample's request has failed, the engine sleeps, has failed or was closed.
+        """
+        if outputs is not None and lora is not None:
+            options["lora"] = lora
+        given = as_call("AsyncLLM.score", options, sampling=sampling)
+        if outputs is None:
+            texts = await asyncio.to_thread(self._llm.whole_texts, prompts, given)
+            return [
+                await self._run_in_engine(partial(self._engine.score_text, text, lora))
+                for text in texts
+            ]
+        replay = await asyncio.to_thread(
+            self._llm.replay, prompts, outputs, given["sampling"], priority
+        )
+        calls = self._queue(replay.requests, as_text=False, clear_prefixes=replay.clears_prefixes)
+        await self._ends_of(calls)
+        return replay.scores([call.samples for call in calls])
 
     async def update_weights(
         self,
@@ -275,17 +322,25 @@ class AsyncLLM:
         await self._run_in_engine(self._engine.wake_up)
 
     async def _run_in_engine[T](self, call: Callable[[], T]) -> T:
-        """Runs a call in the engine's thread between two steps; returns its result, or raises its error."""
+        """Runs a call in the engine's thread between two steps; returns its result, or raises its error.
+
+        A call that finds too few free pages runs again after the next step, if there is one.
+        """
         result: Future[T] = Future()
 
         def run() -> None:
-            if not result.set_running_or_notify_cancel():
+            if not result.running() and not result.set_running_or_notify_cancel():
                 return
             if self._closed:
                 result.set_exception(RuntimeError(_ENDED))
                 return
             try:
                 result.set_result(call())
+            except (OutOfPages, OutOfStates) as error:
+                if self._engine.has_work:
+                    self._loop.put_later(run)
+                else:
+                    result.set_exception(error)
             except BaseException as error:
                 result.set_exception(error)
                 if self._engine.runner.owner.poisoned or is_fatal(error):
@@ -309,12 +364,26 @@ class AsyncLLM:
         [call] = self._queue([requests])
         return call
 
-    def _queue(self, requests: Sequence[list[Request]]) -> list[_Call]:
-        """Queues the samples of several prompts, which the engine accepts between the same two steps."""
+    def _queue(
+        self,
+        requests: Sequence[list[Request]],
+        *,
+        as_text: bool = True,
+        clear_prefixes: bool = False,
+    ) -> list[_Call]:
+        """Queues the samples of several prompts, which the engine accepts between the same two steps.
+
+        Args:
+            requests: the samples of each prompt.
+            as_text: see `Engine.add`.
+            clear_prefixes: empty the prefix cache first.
+        """
         loop = asyncio.get_running_loop()
-        calls = [_Call(samples, loop) for samples in requests]
+        calls = [_Call(samples, loop, as_text) for samples in requests]
 
         def accept() -> None:
+            if clear_prefixes:
+                self._engine.clear_prefixes()
             for call in calls:
                 self._accept(call)
 
@@ -323,6 +392,14 @@ class AsyncLLM:
                 raise RuntimeError(_ENDED) from self._failure
             self._loop.put(accept)
         return calls
+
+    async def _ends_of(self, calls: Sequence[_Call]) -> None:
+        """Waits until all samples of some calls have ended; a caller that is cancelled aborts them."""
+        try:
+            for call in calls:
+                await self._end_of(call)
+        finally:
+            self._loop.put(lambda: self._abort_all(calls))
 
     async def _end_of(self, call: _Call) -> None:
         """Waits until all samples of a call have ended, also with an error of their own."""
@@ -358,9 +435,9 @@ class AsyncLLM:
 
     def _accept(self, call: _Call) -> None:
         try:
-            call.samples = self._engine.add(call.requests, streamed=True)
+            call.samples = self._engine.add(call.requests, streamed=True, as_text=call.as_text)
         except (OutOfPages, OutOfStates) as error:
-            if not self._engine.has_work:
+            if self._closed or not self._engine.has_work:
                 call.send([error])
             elif not call.left:
                 self._loop.put_later(lambda: self._accept(call))

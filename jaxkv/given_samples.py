@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,36 @@ Outputs = Rollout | Sequence[Sequence[Ids]]
 """A `Rollout`, or for each prompt the token ids of each of its samples."""
 
 Sample = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The requests that compute the log-probabilities of given samples.
+
+    Attributes:
+        requests: for each prompt, the requests of its samples that have tokens; prompts without any are left out.
+        samples: the token ids of all samples of each prompt.
+        clears_prefixes: whether the prefix cache must be empty when the requests begin.
+    """
+
+    requests: list[list[Request]]
+    samples: list[list[Sample]]
+    clears_prefixes: bool
+
+    def scores(self, states: Sequence[Sequence[RequestState]]) -> list[np.ndarray]:
+        """Returns the log-probabilities of all samples, float32 [tokens] each, prompt by prompt.
+
+        Args:
+            states: the ended requests, as `requests`.
+
+        Raises:
+            RuntimeError: a request has failed.
+        """
+        ended = iter(states)
+        scores = []
+        for group in self.samples:
+            scores += scores_of(next(ended) if any(group) else [], group)
+        return scores
 
 
 def given_samples(outputs: Outputs, prompts: int, vocab_size: int) -> list[list[Sample]]:

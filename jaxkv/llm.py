@@ -37,11 +37,11 @@ from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, de
 from jaxkv.errors import BadCheckpoint
 from jaxkv.given_samples import (
     Outputs,
+    Replay,
     given_requests,
     given_samples,
     given_sampling,
     replay_salt,
-    scores_of,
 )
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
@@ -70,7 +70,7 @@ from jaxkv.rollout import Rollout, column_count, rollout_of
 from jaxkv.runner.adapter_stacks import AdapterStacks, stack_bytes
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.param_types import ParamTypes, params_of_model
-from jaxkv.runner.scoring import score_program, score_texts
+from jaxkv.runner.scoring import score_program
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import LogitsProcessor
@@ -1088,10 +1088,32 @@ class LLM:
             options["lora"] = lora
         call = as_call("LLM.score", options, sampling=sampling, progress=progress)
         if outputs is not None:
-            return self._score_outputs(as_prompts(prompts), outputs, call)
-        if call["sampling"] is not None or call["progress"] is not None:
+            replay = self.replay(prompts, outputs, call["sampling"])
+            return replay.scores(
+                self._serve_all(
+                    replay.requests, call["progress"], clear_prefixes=replay.clears_prefixes
+                )
+            )
+        texts = self.whole_texts(prompts, call)
+        with self.lock.held(), named_exhaustion("scoring texts"):
+            self._recover()
+            return [self.engine.score_text(text, lora) for text in texts]
+
+    def whole_texts(
+        self, prompts: Prompt | Sequence[Prompt], call: Mapping[str, object]
+    ) -> list[tuple[int, ...]]:
+        """Returns the token ids of texts that are scored in one step each.
+
+        Args:
+            prompts: the texts.
+            call: options of `score` that need outputs; `None` for those that were not given.
+
+        Raises:
+            ValueError: a text cannot be scored, or an option was given.
+        """
+        if any(value is not None for value in call.values()):
             raise ValueError(
-                "sampling and progress are for decode steps, and whole texts are scored in one step each; give outputs"
+                f"{' and '.join(call)} are for decode steps, and whole texts are scored in one step each; give outputs"
             )
         ids = []
         listed = as_prompts(prompts)
@@ -1102,30 +1124,35 @@ class LLM:
                     raise ValueError(
                         f"a text of {len(ids[-1])} tokens exceeds max_model_len, {self.max_model_len}"
                     )
-        with self.lock.held(), named_exhaustion("scoring texts"):
-            self._recover()
-            adapter = self.engine.adapters.of(lora)
-            slot = 0 if adapter is None else adapter.slot
-            return list(score_texts(self.engine.sequence_runner, ids, adapter_slot=slot))
+        return ids
 
-    def _score_outputs(
-        self, prompts: Sequence[Prompt], outputs: Outputs, call: Mapping[str, Any]
-    ) -> list[np.ndarray]:
-        samples = given_samples(outputs, len(prompts), self.model.vocab_size)
-        chosen = None if call["sampling"] is None else one_each(call["sampling"], len(prompts))
-        requests = self._checked_all(prompts, given_sampling(chosen, samples))
+    def replay(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        outputs: Outputs,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int = 0,
+    ) -> Replay:
+        """Returns the engine's requests that compute the log-probabilities of given samples.
+
+        Args:
+            prompts: as for `score`, like `outputs` and `sampling`.
+            outputs: the samples.
+            sampling: what they were generated with.
+            priority: lower numbers are served first.
+
+        Raises:
+            ValueError, ProgramRefused: as for `score`.
+        """
+        listed = as_prompts(prompts)
+        samples = given_samples(outputs, len(listed), self.model.vocab_size)
+        chosen = None if sampling is None else one_each(sampling, len(listed))
+        requests = self._checked_all(listed, given_sampling(chosen, samples), priority=priority)
         salt, given = replay_salt() if self.engine.repeats_bits else None, []
         for index, (group, tokens) in enumerate(zip(requests, samples, strict=True)):
-            with named("prompt", index, len(prompts)):
+            with named("prompt", index, len(listed)):
                 given.append(given_requests(group, tokens, salt))
-        groups = [group for group in given if group]
-        made = iter(self._serve_all(groups, call["progress"], clear_prefixes=salt is None))
-        states = [next(made) if group else [] for group in given]
-        return [
-            scores
-            for group, tokens in zip(states, samples, strict=True)
-            for scores in scores_of(group, tokens)
-        ]
+        return Replay([group for group in given if group], samples, clears_prefixes=salt is None)
 
     def _tokenize(self, prompt: Prompt, salt: str | bytes | None = None) -> TokenizedPrompt:
         self.lock.refuse_if_closed()

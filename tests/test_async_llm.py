@@ -148,10 +148,10 @@ def test_bad_options_are_refused_and_the_neighbours_finish(llm, wanted, options)
 def test_a_request_that_cannot_be_queued_fails_alone(llm, wanted, monkeypatch):
     add = llm.engine.add
 
-    def refuse(samples, *, streamed=False):
+    def refuse(samples, **options):
         if samples[0].priority == 13:
             raise TypeError("injected")
-        return add(samples, streamed=streamed)
+        return add(samples, **options)
 
     async def users(served):
         stays = asyncio.create_task(collect(served, PROMPTS[0]))

@@ -1,5 +1,6 @@
-"""`LLM.score` with outputs: samples whose tokens are given have the log-probabilities of decode steps, bit for bit."""
+"""`score` with outputs: samples whose tokens are given have the log-probabilities of decode steps, bit for bit."""
 
+import asyncio
 import inspect
 import shutil
 from dataclasses import replace
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, StructuredOutputs, default_model
+from jaxkv import (
+    LLM,
+    AsyncLLM,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    StructuredOutputs,
+    default_model,
+)
 from jaxkv.examples.small_llama import SmallLlama, init_params, save_hf
 from jaxkv.given_samples import given_samples
 from jaxkv.programs.manifest import compile_count
@@ -95,6 +104,41 @@ def test_rollouts_with_hits_chunks_and_preemptions_are_replayed_in_one_program(p
     assert_same_bits([back[8 - 2 * (row // 2) + row % 2] for row in range(10)], warm)
     assert_same_bits(pinned.score(PROMPTS[1], [ids[1]], SAMPLING), warm, slice(2, 4))
     assert compile_count() == compiled
+
+
+def test_concurrent_callers_get_the_bits_of_one_beside_others(pinned, monkeypatch):
+    # The first sample has stop strings and stop ids in the middle.
+    stopped = pinned.tokenizer.encode("an area", add_special=False)
+    outputs = [[[7, *stopped, 0, 63], []], [[1]], [[4, 4, 4], [2, 63, 2]]]
+    wanted = pinned.score(PROMPTS[:3], outputs, SAMPLING)
+    texts = [[*PROMPTS[1], *HEAD[:22]], PROMPTS[0]]
+    whole = pinned.score(texts)
+
+    tried, score_text = [], pinned.engine.score_text
+    monkeypatch.setattr(
+        pinned.engine, "score_text", lambda *given: tried.append(given) or score_text(*given)
+    )
+
+    async def users():
+        async with AsyncLLM(pinned) as served:
+            # It holds so many pages that the first text waits for its end.
+            stream = served.stream([9] * 30, max_tokens=18, ignore_eos=True)
+            await anext(stream)
+            told = await asyncio.gather(
+                served.score(PROMPTS[:3], outputs, SAMPLING),
+                served.score(texts),
+                served.score(PROMPTS[0], [outputs[0]], SAMPLING, priority=-1),
+            )
+            with pytest.raises(ValueError, match="sampling are for decode steps"):
+                await served.score(texts, sampling=SAMPLING)
+            with pytest.raises(ValueError, match="samples of 1 prompts for 2"):
+                await served.score(PROMPTS[:2], [[[1]]])
+            return told
+
+    beside, of_texts, first = asyncio.run(asyncio.wait_for(users(), 120))
+    assert len(tried) > len(texts)
+    for told, expected in ((beside, wanted), (of_texts, whole), (first, wanted[:2])):
+        assert [one.tolist() for one in told] == [one.tolist() for one in expected]
 
 
 def test_given_tokens_are_those_of_another_text_and_nothing_ends_it(pinned):

@@ -90,7 +90,8 @@ class CommandLoop:
                 self._run_later()
 
     def run_left(self) -> None:
-        """Runs the commands that came too late for `run`, after its end."""
+        """Runs the commands that came too late for `run`, and those of `put_later`, after its end."""
+        self._run_later()
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv.cache.integrity import IdleCheck
 from jaxkv.cache.prefix.index import PrefixIndex
@@ -35,7 +36,7 @@ from jaxkv.engine.token_masks import update_masks
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.protocol import Params
-from jaxkv.runner.scoring import prompt_logprobs
+from jaxkv.runner.scoring import prompt_logprobs, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.runner.weight_version import WeightVersion
@@ -212,6 +213,25 @@ class Engine:
             self.scheduler.add_sample(states[0], sequence)
         self.scheduler.add(states[0])
         return states
+
+    def score_text(self, text: tuple[int, ...], lora: str | None = None) -> np.ndarray:
+        """Returns the log-probability of each token of a text after the first, float32, computed between two steps.
+
+        Args:
+            text: token ids.
+            lora: name of the adapter that computes them; `None` for the model alone.
+
+        Raises:
+            ValueError: no such adapter is loaded.
+            OutOfPages, OutOfStates: others hold the pages that it needs now.
+            RuntimeError: the engine sleeps.
+        """
+        self.refuse_if_asleep()
+        self.refresh()
+        adapter = self.adapters.of(lora)
+        slot = 0 if adapter is None else adapter.slot
+        [scores] = score_texts(self.sequence_runner, [text], adapter_slot=slot)
+        return scores
 
     def abort(self, sequence: RequestState) -> None:
         """Ends a request in any state; does nothing if it has ended."""

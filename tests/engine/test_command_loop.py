@@ -128,6 +128,22 @@ def test_what_waits_for_a_step_does_not_wait_for_ever_when_no_work_is_left():
     assert seen == ["later"]
 
 
+def test_what_waited_for_a_step_at_the_end_is_run_then_for_a_caller_to_be_told():
+    engine, loop = loop_of(lambda engine: None)
+    seen = []
+
+    def put_off():
+        loop.put_later(lambda: seen.append("later"))
+        loop.end()
+
+    loop.put(lambda: give(engine, 1))
+    loop.put(put_off)
+    loop.run()
+    assert not seen
+    loop.run_left()
+    assert seen == ["later"]
+
+
 class Inlet:
     """Brings a list of events, one for each `receive`, and notes whether it was waited for."""
 
