@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxkv.programs.hlo import ArrayType, Instruction, Module
 
+_CALLING = {"async", "call", "conditional", "fusion", "while"}
 _FIRST_OPERAND = {
     "add-dependency",
     "async-done",
@@ -106,7 +107,10 @@ def follow_pools(module: Module, pools: Mapping[int, int]) -> PoolFlow:
 
 
 class _Walk:
-    """One pass over the program. A called computation is walked at each call, with the origins of its arguments."""
+    """One pass over the program. A called computation is walked at each call, with the origins of its arguments.
+
+    One that is given no pool is not walked: it can neither return nor copy one.
+    """
 
     def __init__(self, module: Module, elements: Mapping[int, int]) -> None:
         self.module = module
@@ -123,14 +127,9 @@ class _Walk:
             operands = [values[name] for name in line.operands]
             if line.opcode == "parameter":
                 origin = arguments[line.index] if line.index < len(arguments) else None
-            elif line.callees and line.opcode in (
-                "async",
-                "call",
-                "conditional",
-                "fusion",
-                "while",
-            ):
-                origin = self._called(line, [operand.origin for operand in operands])
+            elif line.callees and line.opcode in _CALLING:
+                given = [operand.origin for operand in operands]
+                origin = self._called(line, given) if any(map(_has_pool, given)) else None
             else:
                 origin = self._computed(line, operands, fused)
             values[line.name] = _Value(origin, line.results)
@@ -191,6 +190,10 @@ class _Walk:
             self.copies.append(PoolCopy(origin.index, origin.exact, line.line))
             return _Pool(origin.index)
         return origin
+
+
+def _has_pool(origin: _Origin) -> bool:
+    return any(map(_has_pool, origin)) if isinstance(origin, tuple) else origin is not None
 
 
 def _same(before: _Origin, after: _Origin) -> _Origin:

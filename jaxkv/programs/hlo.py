@@ -1,7 +1,7 @@
 """Parses the text of an optimised HLO module into computations and instructions."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -87,7 +87,7 @@ class Module:
 
     Attributes:
         aliases: output leaf -> number of the entry parameter that it shares memory with.
-        computations: name -> instructions, with operands before their users.
+        computations: name -> instructions, with operands before their users. They are parsed when they are asked for.
         entry: name of the entry computation.
     """
 
@@ -101,25 +101,52 @@ class Module:
         return sum(line.opcode == "parameter" for line in self.computations[self.entry])
 
 
+class _Computations(Mapping[str, tuple[Instruction, ...]]):
+    """The computations of a module, each of which is parsed once it is asked for: few of thousands are.
+
+    Args:
+        lines: name -> lines.
+    """
+
+    def __init__(self, lines: Mapping[str, list[str]]) -> None:
+        self._lines = lines
+        self._parsed: dict[str, tuple[Instruction, ...]] = {}
+
+    def __getitem__(self, name: str) -> tuple[Instruction, ...]:
+        if name not in self._parsed:
+            found = map(_INSTRUCTION.match, self._lines[name])
+            self._parsed[name] = tuple(
+                _instruction(line.group(2), line.group(3), bool(line.group(1)))
+                for line in found
+                if line is not None
+            )
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
 def parse_module(text: str) -> Module:
     """Parses the result of `Compiled.as_text()`; lines that are no instruction are skipped.
 
     Raises:
         ValueError: there is no entry computation, so this is no HLO module.
     """
-    computations: dict[str, list[Instruction]] = {}
-    current: list[Instruction] = []
+    computations: dict[str, list[str]] = {}
+    current: list[str] = []
     entry = None
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             current = computations.setdefault(header.group(2), [])
             entry = header.group(2) if header.group(1) else entry
-        elif found := _INSTRUCTION.match(line):
-            current.append(_instruction(found.group(2), found.group(3), bool(found.group(1))))
+        else:
+            current.append(line)
     if entry is None:
         raise ValueError("this text holds no ENTRY computation, so it is not an HLO module")
-    frozen = {name: tuple(lines) for name, lines in computations.items()}
-    return Module(MappingProxyType(_aliases(text)), MappingProxyType(frozen), entry)
+    return Module(MappingProxyType(_aliases(text)), _Computations(computations), entry)
 
 
 def _aliases(text: str) -> dict[int, int]:

@@ -110,6 +110,14 @@ def test_a_fusion_may_compute_the_whole_pool_if_only_a_part_is_kept():
     assert flow.copies == ()
 
 
+def test_what_is_called_without_a_pool_is_not_even_parsed():
+    """In a large program that is nearly all."""
+    flow = follow(
+        f"  %y = s32[2]{{0}} fusion(%slots), calls=%nowhere\n  %x = {POOL} bitcast(%pool)"
+    )
+    assert (dict(flow.outputs), flow.copies) == ({0: 0}, ())
+
+
 LOOP = f"""
 %body (state: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {{
   %state = (s32[], {POOL}) parameter(0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
 from tests.pallas_kernels.h200 import choices, decode, grouped, ragged, skinny, states, writes
+from tests.pallas_kernels.h200.assembler import assembled
 from tests.pallas_kernels.h200.writes import PAGES
 
 MODULES = {
@@ -56,24 +57,20 @@ def report(function, arguments, dump):
 
     from jaxkv.programs.audit import read_command_buffers
 
-    for old in dump.glob("*/*"):
+    for old in dump.glob("*"):
         old.unlink()
     place = jax.sharding.SingleDeviceSharding(device())
     arguments = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place), arguments
     )
-    with jax.default_device(device()):
+    with jax.default_device(device()), assembled(dump) as found:
         traced = jax.jit(function, donate_argnums=0).trace(*arguments)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-    thunks = sorted((dump / "xla").glob("*thunk_sequence*.txt"))[-1]
+    thunks = sorted(dump.glob("*thunk_sequence*.txt"))[-1]
     buffers = read_command_buffers(thunks.read_text().splitlines())
     memory = compiled.memory_analysis()
-    assembled = "".join(file.read_text() for file in (dump / "mosaic").glob("*.ptxas"))
     return {
-        "registers": [int(found) for found in re.findall(r"Used (\d+) registers", assembled)],
-        "spilled": sum(int(found) for found in re.findall(r"(\d+) bytes spill", assembled)),
-        # The assembler made products wait for one another.
-        "serialised": "serialized" in assembled,
+        **found,
         "pool_bytes": sum(
             array.size * array.dtype.itemsize for array in jax.tree.leaves(arguments[0])
         ),
@@ -94,12 +91,9 @@ def main(part):
         return
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
-        for written_by in ("xla", "mosaic"):
-            (dump / written_by).mkdir()
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump / 'xla'}"
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump / "mosaic")
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         found = {
             module: {

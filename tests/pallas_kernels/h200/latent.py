@@ -4,16 +4,14 @@ Run as a program, because it must set up JAX before anything imports it: `python
 {"skipped": reason} where JAX's CUDA plugin is not installed. Nothing is executed.
 """
 
-import contextlib
 import json
 import os
-import re
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
+from tests.pallas_kernels.h200.assembler import assembled
 from tests.shape_checks import check_shapes
 
 
@@ -26,20 +24,6 @@ def programs():
         "64 heads in a cluster": {"rows": 64, "heads": 64, "keys": 4096, "page": 8},
         "packed": {"rows": 4, "heads": 16, "keys": 4096, "page": 16, "tokens": 512},
     }
-
-
-@contextlib.contextmanager
-def printed(file):
-    """Catches what ptxas says, which goes past Python; a folder for it would be filled with all else too."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    with file.open("w") as sink:
-        os.dup2(sink.fileno(), 1)
-        try:
-            yield file
-        finally:
-            os.dup2(stdout, 1)
-            os.close(stdout)
 
 
 def report(dump, rows, heads, keys, page=64, tokens=None):
@@ -69,15 +53,12 @@ def report(dump, rows, heads, keys, page=64, tokens=None):
     pieces = mosaic_gpu.pieces_of(geometry, tokens or rows, rows)
     chosen = Schedule.by_rule(geometry, pieces, keys)
     options = {"options": LatentOptions(512, 0.1), "schedule": chosen, "want_lse": packed}
-    with jax.default_device(device()), printed(dump / "assembled") as assembled:
+    with jax.default_device(device()), assembled(dump) as found:
         traced = jax.jit(partial(mosaic_gpu.attend, **options)).trace(LatentArrays(**given))
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-    assembled = assembled.read_text()
     return {
+        **found,
         "schedule": [chosen.cluster, chosen.parts],
-        "registers": [int(found) for found in re.findall(r"Used (\d+) registers", assembled)],
-        "spilled": sum(int(found) for found in re.findall(r"(\d+) bytes spill", assembled)),
-        "serialised": "serialized" in assembled,
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 
