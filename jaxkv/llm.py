@@ -737,8 +737,21 @@ class LLM:
         call = as_call("LLM.generate", options, sampling=sampling, progress=progress)
         listed = as_prompts(prompts)
         requests = self._checked_all(listed, one_each(call["sampling"], len(listed)))
-        made = self._serve_all(requests, call["progress"])
-        return [output_of(samples, self.tokenizer) for samples in made]
+        return self._outputs_of(requests, call["progress"])
+
+    def _outputs_of(
+        self, requests: Sequence[Sequence[Request]], progress: bool | None
+    ) -> list[RequestOutput]:
+        """Runs checked requests until all have ended; makes outputs while the device computes, where it can."""
+        outputs: list[RequestOutput] = []
+
+        def ended(samples: Sequence[RequestState]) -> None:
+            outputs.append(output_of(samples, self.tokenizer))
+
+        made = self._serve_all(requests, progress, ended=ended)
+        for samples in made[len(outputs) :]:
+            ended(samples)
+        return outputs
 
     def _serve_all(
         self,
@@ -746,14 +759,22 @@ class LLM:
         progress: bool | None,
         *,
         clear_prefixes: bool = False,
+        ended: Callable[[list[RequestState]], None] | None = None,
     ) -> list[list[RequestState]]:
-        """Runs checked requests until all have ended; if `progress` is `None`, shows a bar on a terminal."""
+        """Runs checked requests until all have ended; if `progress` is `None`, shows a bar on a terminal.
+
+        Args:
+            requests: the samples of each prompt.
+            progress: as for `generate`.
+            clear_prefixes: empty the prefix cache first.
+            ended: see `jaxkv.engine.drive.serve_all`.
+        """
         shown = self._progress and sys.stderr.isatty() if progress is None else bool(progress)
         with self.lock.held():
             self._recover()
             if clear_prefixes:
                 self.engine.clear_prefixes()
-            return serve_all(self.engine, requests, progress=shown)
+            return serve_all(self.engine, requests, progress=shown, ended=ended)
 
     def rollout(
         self,
@@ -790,9 +811,8 @@ class LLM:
         requests, output_width = self.rollout_requests(
             prompts, call["sampling"], prompt_width=prompt_width, output_width=output_width
         )
-        made = self._serve_all(requests, call["progress"])
         rollout = rollout_of(
-            [output_of(samples, self.tokenizer) for samples in made],
+            self._outputs_of(requests, call["progress"]),
             prompt_width=prompt_width,
             output_width=output_width,
             pad_id=pad_id,

@@ -1,7 +1,8 @@
 """`Rollout`: the samples of several prompts as padded arrays, one row per sample, as trainers take them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -105,19 +106,19 @@ def rollout_of(
     tokens = [sample.token_ids for sample in samples]
     starts = column_count("prompt", list(map(len, prompts)), prompt_width)
     width = column_count("output", list(map(len, tokens)), output_width)
+    prompt_mask = _lens(prompts)[:, None] >= np.arange(starts, 0, -1)
+    output_mask = _lens(tokens)[:, None] > np.arange(width)
     given = outputs[0].prompt_logprobs is not None
     return Rollout(
-        prompt_ids=_padded(prompts, starts, np.int32, pad_id, left=True),
-        prompt_mask=_padded([[True] * len(ids) for ids in prompts], starts, np.bool_, left=True),
-        output_ids=_padded(tokens, width, np.int32, pad_id),
-        output_mask=_padded([[True] * len(ids) for ids in tokens], width, np.bool_),
-        logprobs=_padded(list(map(_logprobs, samples)), width, np.float32),
-        prompt_logprobs=_padded(
-            [_prompt_logprobs(one) for one, _ in rows], starts, np.float32, left=True
-        )
+        prompt_ids=_padded(prompts, prompt_mask, np.int32, pad_id),
+        prompt_mask=prompt_mask,
+        output_ids=_padded(tokens, output_mask, np.int32, pad_id),
+        output_mask=output_mask,
+        logprobs=_padded(map(_logprobs, samples), output_mask, np.float32),
+        prompt_logprobs=_padded([_prompt_logprobs(one) for one, _ in rows], prompt_mask, np.float32)
         if given
         else None,
-        weight_versions=_versions([sample.weight_versions for sample in samples], width),
+        weight_versions=_versions([sample.weight_versions for sample in samples], output_mask),
         routed_experts=_experts(rows, starts, width),
         reasons=np.asarray([_REASONS.get(one.finish_reason, ERROR) for one in samples], np.int32),
         prompt_index=np.repeat(
@@ -140,19 +141,19 @@ def column_count(what: str, lengths: Sequence[int], wanted: int | None) -> int:
     return as_int(f"{what}_width", wanted, longest, 2**31 - 1, why)
 
 
+def _lens(rows: Sequence[Sequence[Any]]) -> np.ndarray:
+    return np.asarray(list(map(len, rows)), np.int64)
+
+
 def _padded(
-    rows: Sequence[Sequence[Any]],
-    width: int,
+    rows: Iterable[Sequence[Any]],
+    mask: np.ndarray,
     dtype: Any,  # noqa: ANN401 - what NumPy takes as a dtype
     padding: Any = 0,  # noqa: ANN401 - a value of it
-    *,
-    left: bool = False,
 ) -> np.ndarray:
-    """Returns rows of values as one array, padded on the right, or on the left."""
-    array = np.full((len(rows), width), padding, dtype)
-    for values, row in zip(rows, array, strict=True):
-        begin = width - len(values) if left else 0
-        row[begin : begin + len(values)] = values
+    """Returns rows of values as one array: those of each row where its mask is True, and padding elsewhere."""
+    array = np.full(mask.shape, padding, dtype)
+    array[mask] = np.asarray(list(chain.from_iterable(rows)), dtype)
     return array
 
 
@@ -171,17 +172,16 @@ def _prompt_logprobs(output: RequestOutput) -> list[float]:
     return [0.0 if table is None else table[token] for token, table in columns]
 
 
-def _versions(rows: Sequence[Sequence[WeightVersion]], width: int) -> np.ndarray:
-    """Returns versions as int32, or as strings if one is a name or no int32."""
+def _versions(rows: Sequence[Sequence[WeightVersion]], mask: np.ndarray) -> np.ndarray:
+    """Returns versions as int32, or as strings if one is a name or no int32; see `_padded`."""
     limits = np.iinfo(np.int32)
-    numbers = (
-        isinstance(one, int) and limits.min <= one <= limits.max for row in rows for one in row
-    )
-    if all(numbers):
-        return _padded(rows, width, np.int32, -1)
+    # Few versions sample many tokens.
+    known = {one for row in rows for one in row}
+    if all(isinstance(one, int) and limits.min <= one <= limits.max for one in known):
+        return _padded(rows, mask, np.int32, -1)
     names = [[str(one) for one in row] for row in rows]
-    longest = max(len(name) for row in names for name in row)
-    return _padded(names, width, np.dtype(f"U{longest}"), "")
+    longest = max(len(str(one)) for one in known)
+    return _padded(names, mask, np.dtype(f"U{longest}"), "")
 
 
 def _experts(

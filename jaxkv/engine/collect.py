@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.in_flight import InFlightStep, requested_logprobs
+from jaxkv.engine.in_flight import InFlightStep
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.routed_experts import RoutedExperts
 from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.errors import STEP_FAILURES
-from jaxkv.runner.sampled_rows import SampledRows
+from jaxkv.runner.sampled_rows import SampledRows, report_logprobs
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,6 +31,25 @@ class _StepTokens(NamedTuple):
     rows: SampledRows
     tokens: list[int]
     finite: list[bool]
+    logprobs: list[float]
+
+    def requested_logprobs(self, sequence: RequestState, index: int) -> dict[int, float] | None:
+        """Returns the log-probabilities that a request asked for, from row `index`; `None` if it did not."""
+        top = sequence.request.params.logprobs
+        if top is None:
+            return None
+        token, logprob = self.tokens[index], self.logprobs[index]
+        if not top:
+            return {token: logprob}
+        rows = self.rows
+        return report_logprobs(
+            token, logprob, rows.top_ids[index, :top], rows.top_logprobs[index, :top]
+        )
+
+
+def _step_tokens(rows: SampledRows) -> _StepTokens:
+    columns = (rows.tokens, rows.finite, rows.logprob)
+    return _StepTokens(rows, *[column.tolist() for column in columns])
 
 
 class Collector:
@@ -79,10 +98,10 @@ class Collector:
         """
         ended: list[Ended] = []
         now, reports = self._clock(), step.shape.features.logprobs is not None
-        steps = [_StepTokens(rows, rows.tokens.tolist(), rows.finite.tolist()) for rows in sampled]
-        rows, tokens, finite = steps[0]
-        accepted = rows.accepted
-        has_windows, plain = self._allocator.has_windows, len(steps) == 1 and not reports
+        steps = [_step_tokens(rows) for rows in sampled]
+        first = steps[0]
+        tokens, finite, accepted = first.tokens, first.finite, first.rows.accepted
+        has_windows, single = self._allocator.has_windows, len(steps) == 1
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
             sequence, start, count, emits, _, drafts = part
             if sequence.epoch != epoch:
@@ -98,10 +117,11 @@ class Collector:
                     emits = 1 + self._take_back(sequence, drafts, int(accepted[index]))
                 sequence.note_weight_version(step.weight_version)
                 try:
-                    if not plain:
+                    if not single:
                         taken = _accept(sequence, index, steps, emits, reports=reports)
                     elif taken := int(finite[index]):
-                        sequence.accept(tokens[index], None)
+                        logprobs = first.requested_logprobs(sequence, index) if reports else None
+                        sequence.accept(tokens[index], logprobs)
                 except STEP_FAILURES as error:
                     ended.append((sequence, error))
                     continue
@@ -168,11 +188,9 @@ def _accept(
     It stops at the end of the request, and before logits that are not finite.
     """
     for taken in range(most):
-        rows, tokens, finite = steps[taken]
-        if (taken and sequence.reason is not None) or not finite[index]:
+        step = steps[taken]
+        if (taken and sequence.reason is not None) or not step.finite[index]:
             return taken
-        token = tokens[index]
-        sequence.accept(
-            token, requested_logprobs(sequence, token, index, rows) if reports else None
-        )
+        logprobs = step.requested_logprobs(sequence, index) if reports else None
+        sequence.accept(step.tokens[index], logprobs)
     return most

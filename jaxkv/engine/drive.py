@@ -1,13 +1,14 @@
 """Drives the engine for blocking callers: runs a batch of requests to their end, or streams one; builds the outputs."""
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Piece, Request, RequestOutput, SampleOutput, Timing, Usage
-from jaxkv.engine.request_state import RequestState
+from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.runner.scoring import score_program
 from jaxkv.sampling.fields import features_of
 from jaxkv.text.detokenize import text_after
@@ -35,7 +36,11 @@ def check_compiled(engine: Engine, request: Request) -> None:
 
 
 def serve_all(
-    engine: Engine, prompts: Sequence[Sequence[Request]], *, progress: bool = False
+    engine: Engine,
+    prompts: Sequence[Sequence[Request]],
+    *,
+    progress: bool = False,
+    ended: Callable[[list[RequestState]], None] | None = None,
 ) -> list[list[RequestState]]:
     """Runs requests until all have ended; returns their states. A request that failed alone has the reason "error".
 
@@ -45,6 +50,8 @@ def serve_all(
         engine: serves them; the caller holds its lock.
         prompts: the samples of each prompt.
         progress: show a progress bar on stderr.
+        ended: called after a step, while the device computes the next one, with the samples of the first prompt for
+            which it was not called yet, if all of them have ended; so at most once per step.
 
     Raises:
         ValueError: a request can never be served.
@@ -54,12 +61,20 @@ def serve_all(
         _abort_unread(engine)
         results = [engine.add(samples) for samples in prompts]
         flat = [sample for samples in results for sample in samples]
+        left = deque(results)
+
+        def after_step() -> None:
+            if bar is not None:
+                bar()
+            if ended is not None and left and all(one.status == FINISHED for one in left[0]):
+                ended(left.popleft())
+
         if not progress:
-            engine.run(flat)
+            engine.run(flat, after_step)
             return results
         bar = Progress(flat)
         with engine.runner.programs.watched(bar.compiling):
-            engine.run(flat, after_step=bar)
+            engine.run(flat, after_step)
         return results
     finally:
         _abort_unread(engine)

@@ -12,7 +12,7 @@ from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.step_plan import Part, columns_of, first_step
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
-from jaxkv.runner.sampled_rows import SampledRows, report_logprobs, unpack_sampled
+from jaxkv.runner.sampled_rows import SampledRows, unpack_sampled
 from jaxkv.runner.weight_version import WeightVersion
 
 
@@ -117,18 +117,3 @@ def _given(sequence: RequestState, steps: int) -> tuple[int, ...]:
     """Returns the tokens that a request takes in the next `steps` steps; empty if it samples them."""
     known = sequence.generated + sequence.pending
     return sequence.request.given[known : known + steps]
-
-
-def requested_logprobs(
-    sequence: RequestState, token: int, index: int, rows: SampledRows
-) -> dict[int, float] | None:
-    """Returns the log-probabilities that a request asked for, from row `index` of a step; `None` if it did not."""
-    top = sequence.request.params.logprobs
-    if top is None:
-        return None
-    return report_logprobs(
-        token,
-        float(rows.logprob[index]),
-        np.asarray(rows.top_ids[index, :top]),
-        np.asarray(rows.top_logprobs[index, :top]),
-    )

@@ -4,6 +4,7 @@ import pytest
 
 from jaxkv.engine.drive import output_of, serve_all, serve_stream
 from jaxkv.engine.engine_lock import EngineLock
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.errors import ProgramRefused
 from tests.engine.engines import TOKENIZER, assert_idle, engine_for, oracle, request_of
 
@@ -57,4 +58,24 @@ def test_a_program_that_is_refused_ends_a_stream_with_the_reason(monkeypatch):
     monkeypatch.setattr(engine.runner, "program", refuse)
     with pytest.raises(ProgramRefused, match="injected"):
         list(serve_stream(EngineLock(), engine, REQUESTS[0]))
+    assert_idle(engine)
+
+
+def test_ended_prompts_are_handed_over_in_order_while_others_run():
+    engine = engine_for()
+    requests = [
+        [request_of([5, at, 9], max_tokens=count)] for at, count in enumerate((3, 12, 2, 2, 24))
+    ]
+    given, running = [], []
+
+    def ended(samples):
+        given.append([one.token_ids for one in samples])
+        running.append(len(engine.scheduler.running))
+        assert all(one.status == FINISHED for one in samples)
+
+    made = serve_all(engine, requests, ended=ended)
+    assert given == [[one.token_ids for one in samples] for samples in made]
+    assert [len(tokens) for [tokens] in given] == [3, 12, 2, 2, 24]
+    # The third and the fourth wait for the second, though they ended before it.
+    assert running == [2, 1, 1, 1, 0]
     assert_idle(engine)
