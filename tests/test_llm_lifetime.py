@@ -1,6 +1,7 @@
 """The end of an `LLM`: memory that `close` and garbage collection free, later calls, and forked children."""
 
 import asyncio
+import functools
 import gc
 import logging
 import os
@@ -16,14 +17,19 @@ from jaxkv.engine import engine_lock as turns
 from jaxkv.programs import compile as compilation
 from jaxkv.programs import manifest as programs
 from jaxkv.programs.lowering import trace
+from tests.one_layer import one_layer_model
 
 PROMPT = "def add("
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
-def make(**options):
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Makes an `LLM` of one layer."""
+    model = one_layer_model(tmp_path_factory.mktemp("models") / "one")
     cache = CacheConfig(max_sequences=2, page_size=16, host_bytes=2**20)
-    return LLM(dtype="float32", max_model_len=64, cache=cache, progress=False, **options)
+    options = {"dtype": "float32", "max_model_len": 64, "cache": cache, "progress": False}
+    return functools.partial(LLM, model, **options)
 
 
 def device_bytes():
@@ -31,7 +37,7 @@ def device_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def test_a_dropped_llm_leaves_neither_programs_nor_traces_nor_arrays(monkeypatch):
+def test_a_dropped_llm_leaves_neither_programs_nor_traces_nor_arrays(make, monkeypatch):
     traces = []
 
     def spied(name, lowering):
@@ -56,7 +62,7 @@ def test_a_dropped_llm_leaves_neither_programs_nor_traces_nor_arrays(monkeypatch
     assert {alive() for alive in traces} == {None}
 
 
-def test_close_frees_the_devices_memory_at_once_while_the_llm_is_referred_to():
+def test_close_frees_the_devices_memory_at_once_while_the_llm_is_referred_to(make):
     before = device_bytes()
     llm = make()
     llm.generate(PROMPT, GREEDY)
@@ -75,7 +81,9 @@ def test_close_frees_the_devices_memory_at_once_while_the_llm_is_referred_to():
     assert list(stream)[-1].finish_reason == "abort"
 
 
-def test_close_frees_the_memory_of_an_llm_whose_program_could_not_be_compiled(monkeypatch, caplog):
+def test_close_frees_the_memory_of_an_llm_whose_program_could_not_be_compiled(
+    make, monkeypatch, caplog
+):
     # pytest's log records would refer to the errors, whose tracebacks refer to the parameters.
     caplog.set_level(logging.CRITICAL, logger="jaxkv")
     before = device_bytes()
@@ -91,7 +99,7 @@ def test_close_frees_the_memory_of_an_llm_whose_program_could_not_be_compiled(mo
     assert device_bytes() <= before
 
 
-def test_a_closed_llm_refuses_every_use_and_is_closed_once():
+def test_a_closed_llm_refuses_every_use_and_is_closed_once(make):
     with make(strict=True) as llm:
         llm.warm_up(batch=1, prompt_tokens=8, sampling=GREEDY)
         llm.generate(PROMPT, GREEDY)
@@ -111,7 +119,7 @@ def test_a_closed_llm_refuses_every_use_and_is_closed_once():
             use()
 
 
-def test_an_llm_that_is_served_is_closed_after_its_service():
+def test_an_llm_that_is_served_is_closed_after_its_service(make):
     llm = make()
 
     async def serve():
@@ -148,7 +156,7 @@ def told_in_a_forked_child(use):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork", "ignore:.*multi-threaded")
-def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(monkeypatch):
+def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(make, monkeypatch):
     monkeypatch.setattr(turns, "_first_process", [])
     llm = make()
     wanted = llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
@@ -173,7 +181,7 @@ def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork", "ignore:.*multi-threaded")
-def test_a_request_to_a_service_of_the_parent_is_refused_in_a_forked_child():
+def test_a_request_to_a_service_of_the_parent_is_refused_in_a_forked_child(make):
     served = AsyncLLM(make())
 
     def use():

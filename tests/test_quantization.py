@@ -12,6 +12,7 @@ from jaxkv.bench.shapes import SHAPES
 from jaxkv.models.registry import build_model, rules_for
 from jaxkv.weights.load import expected_shapes
 from jaxkv.weights.quantised.forms import is_few_bits
+from tests.one_layer import one_layer_model
 from tests.weights.adapter_files import save_adapter
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [300, 301, 302, 303]]
@@ -20,8 +21,13 @@ SMALL = {"max_num_seqs": 4, "max_model_len": 64, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def int4():
-    with LLM(quantization="int4", dtype="float32", **SMALL) as llm:
+def one_layer(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def int4(one_layer):
+    with LLM(one_layer, quantization="int4", dtype="float32", **SMALL) as llm:
         yield llm
 
 
@@ -53,8 +59,8 @@ def test_stats_tell_what_runs(int4, plain):
 
 
 @pytest.mark.slow
-def test_generate_without_an_engine_gives_the_same_tokens(int4):
-    params, model = load_model(quantization="int4", dtype="float32")
+def test_generate_without_an_engine_gives_the_same_tokens(one_layer, int4):
+    params, model = load_model(one_layer, quantization="int4", dtype="float32")
     out = generate(params, model, PROMPTS, sampling=GREEDY)
     wanted = [list(one.token_ids) for one in int4.generate(PROMPTS, GREEDY)]
     assert np.asarray(out.tokens).tolist() == wanted
@@ -71,10 +77,10 @@ def test_parameters_in_memory_are_served_and_replaced_as_a_tree(int4):
 
 
 @pytest.mark.slow
-def test_adapters_are_added_to_requests_and_not_merged_into_the_weights(tmp_path, int4):
-    shapes = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(6)}
+def test_adapters_are_added_to_requests_and_not_merged_into_the_weights(tmp_path, one_layer, int4):
+    shapes = {f"model.layers.0.self_attn.{name}": (256, 256) for name in ("q_proj", "o_proj")}
     save_adapter(tmp_path / "adapter", shapes)
-    with LLM(quantization="int4", dtype="float32", lora=True, **SMALL) as llm:
+    with LLM(one_layer, quantization="int4", dtype="float32", lora=True, **SMALL) as llm:
         llm.add_lora("mine", tmp_path / "adapter")
         own = replace(GREEDY, lora="mine")
         got = [one.token_ids for one in llm.generate(PROMPTS, [own, GREEDY, GREEDY])]
@@ -87,8 +93,8 @@ def test_adapters_are_added_to_requests_and_not_merged_into_the_weights(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [{"batch_invariant": True}, {"kv_cache_dtype": "int8"}])
-def test_other_options_run_with_it(option):
-    with LLM(quantization="int8", dtype="float32", **SMALL, **option) as llm:
+def test_other_options_run_with_it(one_layer, option):
+    with LLM(one_layer, quantization="int8", dtype="float32", **SMALL, **option) as llm:
         alone = llm.generate(PROMPTS[:1], GREEDY)[0]
         among = llm.generate(PROMPTS, GREEDY)[0]
     assert alone.token_ids == among.token_ids
