@@ -17,6 +17,7 @@ from jaxkv.examples import flax_nnx_model as example
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.registry import build_model
 from jaxkv.programs.manifest import compile_count
+from tests.one_layer import one_layer_model
 
 PROMPT = "def add("
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -24,8 +25,13 @@ CACHE = CacheConfig(max_sequences=2, page_size=16)
 
 
 @pytest.fixture(scope="module")
-def parts():
-    return jaxkv.load_model(dtype="float32")
+def one_layer(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def parts(one_layer):
+    return jaxkv.load_model(one_layer, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +73,8 @@ def wanted(parts, changed):
     return made
 
 
-def test_parts_make_the_llm_of_their_directory_without_a_copy(llm, parts):
-    loaded = LLM(dtype="float32", cache=CACHE, max_model_len=64, progress=False)
+def test_parts_make_the_llm_of_their_directory_without_a_copy(llm, parts, one_layer):
+    loaded = LLM(one_layer, dtype="float32", cache=CACHE, max_model_len=64, progress=False)
     assert (llm.eos_ids, llm.max_model_len) == (loaded.eos_ids, loaded.max_model_len)
     assert (llm.layout, llm.budget) == (loaded.layout, loaded.budget)
     assert llm.get_default_sampling_params() == loaded.get_default_sampling_params()

@@ -22,8 +22,9 @@ PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(one_layer):
     return LLM(
+        one_layer,
         dtype="float32",
         max_model_len=128,
         cache=CacheConfig(max_sequences=3, page_size=16),
@@ -51,11 +52,18 @@ def nothing_leaks(request):
 
 
 @pytest.mark.torch
-def test_greedy_text_equals_transformers(llm):
+def test_greedy_text_of_the_model_in_the_package_equals_transformers():
+    """With all its layers; the other tests here have one."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     theirs = transformers.LlamaForCausalLM.from_pretrained(
         default_model.path(), dtype=torch.float32
+    )
+    llm = LLM(
+        dtype="float32",
+        max_model_len=64,
+        cache=CacheConfig(max_sequences=3, page_size=16),
+        progress=False,
     )
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
         ids = torch.tensor([llm.tokenizer.encode(prompt)])
@@ -65,12 +73,10 @@ def test_greedy_text_equals_transformers(llm):
 
 
 @pytest.mark.torch
-def test_score_equals_transformers(llm):
+def test_score_equals_transformers(llm, one_layer):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    theirs = transformers.LlamaForCausalLM.from_pretrained(
-        default_model.path(), dtype=torch.float32
-    )
+    theirs = transformers.LlamaForCausalLM.from_pretrained(one_layer, dtype=torch.float32)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [100, 200], [42]]
     for prompt, scores in zip(prompts, llm.score(prompts), strict=True):
         with torch.no_grad():
@@ -467,11 +473,12 @@ def test_pinned_shapes_make_bfloat16_tokens_independent_of_the_batch():
     assert llm.generate(prompts[1], GREEDY)[0].token_ids == together[1].token_ids
 
 
-def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm):
+def test_prompts_in_chunks_and_without_prefix_cache_have_the_same_answers(llm, one_layer):
     """A budget of 8 tokens cuts a prompt of 30 into chunks, beside tokens of other requests."""
     prompts = [list(range(100, 130)), list(range(100, 131)), [7]]
     wanted = [output.token_ids for output in llm.generate(prompts, GREEDY)]
     other = LLM(
+        one_layer,
         dtype="float32",
         max_model_len=128,
         cache=CacheConfig(max_sequences=3, page_size=16),

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams, default_model
+from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
 from jaxkv.engine.request_state import RequestState
 from jaxkv.rollout import rollout_of
 from jaxkv.step.loop import ERROR, LENGTH, STOP
+from tests.one_layer import one_layer_model
 from tests.sampling import oracle
 
 PROMPTS = ["def add(", [5, 6, 7, 8, 9, 10, 11, 12, 13]]
@@ -18,9 +19,14 @@ SAMPLING = SamplingParams(seed=3, n=3, max_tokens=12, temperature=0.9, stop=["\n
 
 
 @pytest.fixture(scope="module")
-def llm():
+def one_layer(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def llm(one_layer):
     cache = CacheConfig(max_sequences=8, page_size=16)
-    return LLM(dtype="float32", cache=cache, max_model_len=64, progress=False)
+    return LLM(one_layer, dtype="float32", cache=cache, max_model_len=64, progress=False)
 
 
 def test_rows_are_the_samples_of_generate_padded_on_the_outer_sides(llm):
@@ -59,11 +65,11 @@ def reference(logits, params, output):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_log_probabilities_are_those_of_the_distribution_that_each_prompt_names(llm):
+def test_log_probabilities_are_those_of_the_distribution_that_each_prompt_names(llm, one_layer):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        default_model.path(), dtype=torch.float32
+        one_layer, dtype=torch.float32
     ).eval()
     of_each = [
         SamplingParams(
