@@ -207,6 +207,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a step that takes longer ends the server; compiling does not count (default: %(default)g)",
     )
+    parser.add_argument(
+        "--busy-seconds",
+        type=_seconds_or_none,
+        default=0.0,
+        metavar="SECONDS",
+        help="that the engine keeps a core busy after its last work, so that the next request begins sooner (default: "
+        "%(default)g)",
+    )
 
 
 def _port(text: str) -> int:
@@ -220,6 +228,10 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 1e9:
         raise argparse.ArgumentTypeError(f"must be above 0 and below 1e9 seconds, got {text}")
     return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _tool_parser(text: str) -> str:
@@ -357,6 +369,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         lora_modules=dict(options.lora_modules),
         warm_up=tuple(options.warm_up),
         hang_seconds=options.hang_seconds,
+        busy_seconds=options.busy_seconds,
         sampling_defaults=options.generation_config == "auto",
     )
 

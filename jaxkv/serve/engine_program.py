@@ -415,6 +415,7 @@ def main() -> int:
     # What is loaded by now stays; the garbage collector need not look at it again between steps.
     gc.collect()
     gc.freeze()
+    inbox.busy_seconds = start.busy_seconds
     server = EngineServer(llm, inbox, start.hang_seconds, defaults)
     try:
         server.run()

@@ -2,6 +2,7 @@
 
 import select
 import socket
+import time
 from collections import deque
 
 from jaxkv.serve.wire import Frames, ToEngine, frames_to_engine
@@ -18,11 +19,14 @@ class Inbox:
     Attributes:
         end: the socket.
         is_closed: whether the stream has ended; all its messages were taken.
+        busy_seconds: how long `wait` keeps a core busy before it sleeps. To wake a thread that sleeps takes tens of
+            microseconds, and its first instructions take longer than usual.
     """
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.is_closed = False
+        self.busy_seconds = 0.0
         self._frames: Frames[ToEngine] = frames_to_engine()
         self._arrived: deque[ToEngine] = deque()
         self._woken, self._waker = socket.socketpair()
@@ -68,7 +72,11 @@ class Inbox:
         poll = select.poll()
         poll.register(self.end, select.POLLIN | (select.POLLOUT if writable else 0))
         poll.register(self._woken, select.POLLIN)
-        poll.poll()
+        latest = time.monotonic() + self.busy_seconds
+        while not poll.poll(0):
+            if time.monotonic() >= latest:
+                poll.poll()
+                break
         try:
             while self._woken.recv(4096):
                 pass

@@ -45,6 +45,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
         warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
             `Ready`; see `jaxkv.serve.warm_samplings`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
+        busy_seconds: see `jaxkv.serve.inbox.Inbox`.
         sampling_defaults: `Ready.sampling_defaults` are those of the model's generation_config.json.
     """
 
@@ -63,6 +64,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     lora_modules: dict[str, str] = {}
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     hang_seconds: float = 30.0
+    busy_seconds: float = 0.0
     sampling_defaults: bool = False
 
 

@@ -59,6 +59,7 @@ def mistake(capsys, *arguments):
         (["--lora-modules", "default=x"], "has the model's name, 'default'; give it another, or"),
         (["--lora-modules", "a=x", "--max-lora-rank", "0"], "--max-lora-rank must be"),
         (["--hang-seconds", "0"], "must be above 0"),
+        (["--busy-seconds", "-1"], "must be above 0"),
         (["--drain-seconds", "nan"], "must be above 0"),
         (["--max-waiting", "0"], "--max-waiting must be"),
         (["--tool-parser", "nonesuch"], "nonesuch"),
@@ -154,6 +155,8 @@ def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     every = ("greedy", "drawn", "filtered")
     assert start.warm_up == ((8, 1024, every), (2, 16, ("drawn", "greedy")))
     assert start.dtype == "bf16"
+    assert start.busy_seconds == 0
+    assert command._start(command_options(["--busy-seconds", "0.5"])).busy_seconds == 0.5
     assert start.sampling_defaults
     assert not command._start(command_options(["--generation-config", "none"])).sampling_defaults
 

@@ -42,6 +42,39 @@ def test_all_that_has_arrived_is_taken_at_once(ends):
     assert inbox.take() == sent
 
 
+@pytest.mark.parametrize(("busy_seconds", "polls"), [(0.0, [0, None]), (2.5, [0, 0, 0, None])])
+def test_a_wait_sleeps_after_it_has_been_busy(ends, monkeypatch, busy_seconds, polls):
+    _, inbox = ends
+    inbox.busy_seconds = busy_seconds
+    seen, seconds = [], iter(range(100))
+
+    class Poll:
+        register = staticmethod(lambda *given: None)
+
+        def poll(self, milliseconds=None):
+            seen.append(milliseconds)
+
+    monkeypatch.setattr("jaxkv.serve.inbox.select.poll", Poll)
+    monkeypatch.setattr("jaxkv.serve.inbox.time.monotonic", lambda: next(seconds))
+    inbox.wait()
+    assert seen == polls
+
+
+def test_a_busy_wait_ends_with_what_arrives(ends):
+    ours, inbox = ends
+    inbox.busy_seconds = 3600.0
+    writing = threading.Timer(0.05, lambda: ours.sendall(frame(Abort(1))))
+    writing.start()
+    inbox.wait()
+    writing.join(30)
+    assert inbox.take() == [Abort(1)]
+    waking = threading.Timer(0.05, inbox.wake)
+    waking.start()
+    inbox.wait()
+    waking.join(30)
+    assert inbox.take() == []
+
+
 def test_a_stream_that_ends_before_its_first_message_has_none(ends):
     ours, inbox = ends
     ours.close()
