@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from jaxkv.cache.kept_pages.keys import PageKeys, cache_root
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
 from tests.cache.prefix.scenes import ONE, full
@@ -81,6 +82,18 @@ def test_different_texts_have_different_keys():
     digests = {key.digest for text in texts for key in cache.index.keys().pages(text, 4, len(text))}
     distinct = {text[:end] for text in texts for end in range(4, len(text) + 1, 4)}
     assert len(digests) == len(distinct)
+
+
+@pytest.mark.slow
+def test_a_million_texts_under_two_salts_have_two_million_keys():
+    root = cache_root(b"secret", ONE, "model")
+    texts = itertools.product(range(1000), repeat=2)
+    digests = {
+        PageKeys(root, salt).pages(text, 2, 2)[0].digest[:16]
+        for text in texts
+        for salt in ("one", "two")
+    }
+    assert len(digests) == 2 * 10**6
 
 
 def test_a_key_that_collides_is_a_miss(monkeypatch):
