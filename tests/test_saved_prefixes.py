@@ -1,4 +1,4 @@
-"""`LLM.save_prefixes` and `LLM.load_prefixes` on the model inside the package, from one process to another."""
+"""`LLM.save_prefixes` and `LLM.load_prefixes` on a layer of the model inside the package, across processes."""
 
 import asyncio
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
 from jaxkv.errors import BadCheckpoint, ProgramRefused
+from tests.one_layer import one_layer_model
 
 PROJECT = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -19,14 +20,19 @@ PROMPTS = [
 ]
 
 
-def make(page_size=8, dtype="float32", max_sequences=2, **options):
+def make(model, page_size=8, dtype="float32", max_sequences=2, **options):
     cache = CacheConfig(max_sequences=max_sequences, page_size=page_size, dtype="int8")
-    return LLM(dtype=dtype, max_model_len=64, cache=cache, progress=False, **options)
+    return LLM(model, dtype=dtype, max_model_len=64, cache=cache, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with make(max_sequences=3) as one:
+def one_layer(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def llm(one_layer):
+    with make(one_layer, max_sequences=3) as one:
         yield one
 
 
@@ -39,23 +45,23 @@ def path(llm, tmp_path_factory):
     return path
 
 
-def save_two(path):
+def save_two(model, path):
     """Writes what two prompts leave in the cache, and prints their tokens."""
-    with make() as llm:
+    with make(model) as llm:
         made = llm.generate(PROMPTS, GREEDY)
         saved = llm.save_prefixes(path)
         print([one.token_ids for one in made], saved.tokens, saved.pages)
 
 
 @pytest.mark.slow
-def test_prefixes_of_another_process_are_hit_and_change_no_token(tmp_path):
+def test_prefixes_of_another_process_are_hit_and_change_no_token(one_layer, tmp_path):
     path = tmp_path / "prefixes.safetensors"
-    script = f"from tests.test_saved_prefixes import save_two; save_two({str(path)!r})"
+    script = f"from tests.test_saved_prefixes import save_two; save_two({str(one_layer)!r}, {str(path)!r})"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    with make(max_sequences=3) as llm:
+    with make(one_layer, max_sequences=3) as llm:
         wanted = [(llm.explain(prompt).num_tokens - 1) // 8 * 8 for prompt in PROMPTS]
         assert min(wanted) > 24
         loaded = llm.load_prefixes(path)
@@ -84,13 +90,13 @@ def test_prompts_limit_what_is_saved(llm, path, tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["both", "one"]
 
 
-def test_other_caches_and_dtypes_are_refused(llm, path, tmp_path):
+def test_other_caches_and_dtypes_are_refused(llm, path, one_layer, tmp_path):
     for options, message in (
         ({"page_size": 16}, "another cache layout"),
         ({"dtype": "bfloat16"}, "other weights|another model|another cache layout"),
         ({"load_format": "dummy"}, "other weights"),
     ):
-        with make(**options) as other, pytest.raises(BadCheckpoint, match=message):
+        with make(one_layer, **options) as other, pytest.raises(BadCheckpoint, match=message):
             other.load_prefixes(path)
     with pytest.raises(FileNotFoundError):
         llm.load_prefixes(tmp_path / "nothing")
@@ -99,7 +105,9 @@ def test_other_caches_and_dtypes_are_refused(llm, path, tmp_path):
         llm.load_prefixes(tmp_path / "text")
 
 
-def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(llm, path, tmp_path):
+def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(
+    llm, path, one_layer, tmp_path
+):
 
     async def served():
         async with AsyncLLM(llm):
@@ -110,7 +118,7 @@ def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(llm, path,
     before = path.read_bytes()
     asyncio.run(served())
     assert path.read_bytes() == before
-    closed = make()
+    closed = make(one_layer)
     closed.close()
     for act in (closed.save_prefixes, closed.load_prefixes):
         with pytest.raises(RuntimeError, match="closed"):
@@ -118,8 +126,8 @@ def test_while_an_async_llm_serves_it_and_after_its_end_it_is_refused(llm, path,
 
 
 @pytest.mark.slow
-def test_strict_mode_compiles_nothing_for_it(path, tmp_path):
-    with make(strict=True) as llm:
+def test_strict_mode_compiles_nothing_for_it(path, one_layer, tmp_path):
+    with make(one_layer, strict=True) as llm:
         llm.warm_up(batch=1, prompt_tokens=8, sampling=GREEDY)
         for act in (llm.save_prefixes, llm.load_prefixes):
             with pytest.raises(ProgramRefused):

@@ -23,6 +23,7 @@ from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.serve.wire import AskStats, Start, frame
 from jaxkv.text.tokenizer import load_tokenizer
+from tests.one_layer import one_layer_model
 from tests.weights.adapter_files import save_adapter
 
 CACHE = {"max_sequences": 2, "page_size": 16}
@@ -88,12 +89,13 @@ def test_a_served_adapter_gives_the_tokens_of_an_llm_with_it(tmp_path):
     asyncio.run(test())
 
 
-def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server():
-    llm = LLM(dtype="float32", max_model_len=64, cache=CacheConfig(**CACHE), progress=False)
+def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server(tmp_path):
+    folder = one_layer_model(tmp_path / "model")
+    llm = LLM(folder, dtype="float32", max_model_len=64, cache=CacheConfig(**CACHE), progress=False)
     wanted = llm.generate(PROMPTS, GREEDY)
 
     async def test():
-        process = await started()
+        process = await started(msgspec.structs.replace(START, model=str(folder)))
         client = process.client
         tokenizer = load_tokenizer(client.facts.directory)
         frames = []
