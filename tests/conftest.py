@@ -60,23 +60,28 @@ def pytest_unconfigure(config):
 _LONG = (
     "engine/test_h200.py",
     "docs/test_pages.py",
-    "test_llm.py",
-    "pallas_kernels/h200/test_kernels.py",
-    "pallas_kernels/test_plans.py",
-    "pallas_kernels/test_mosaic_states.py",
     "models/families/test_parity.py",
-    "models/families/test_hybrid_parity.py",
-    "structured/test_generated_text.py",
+    "pallas_kernels/h200/test_kernels.py",
+    "test_llm.py",
+    "torch_bridge/graphs/test_decode_graphs.py",
     "test_generation.py",
+    "models/families/test_hybrid_parity.py",
+    "pallas_kernels/test_mosaic_states.py",
+    "pallas_kernels/test_plans.py",
+    "benchmarks/test_ops.py",
+    "engine/test_hybrid_reuse.py",
+    "torch_bridge/fused/test_fused.py",
     "models/test_flax_model.py",
+    "torch_bridge/sharing/test_leases.py",
+    "torch_bridge/ops/test_direct.py",
 )
-"""Files of about 20 CPU seconds. They run first, so that no process waits at the end for another's long file."""
+"""Files of 12 CPU seconds and more. They run first, so that no process waits at the end for another's long file."""
 
 
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
-    long = {here / name for name in _LONG}
-    items.sort(key=lambda item: item.path not in long)
+    long = {here / name: place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: long.get(item.path, len(long)))
     has_gpu = jax.default_backend() == "gpu"
     has_torch = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     for item in items:

@@ -7,8 +7,8 @@ import inspect
 from typing import Literal, TypeAliasType, get_args, get_origin
 
 
-def check_shapes():
-    """Lets beartype, where it is installed, check every function of our packages that is imported from now on."""
+def check_shapes(packages=("jaxkv", "pallas_kernels")):
+    """Lets beartype, where it is installed, check every function of the packages that is imported from now on."""
     # Imported before the hook: they check what users give them by themselves, and the tests give them nonsense.
     import jaxkv.config.blocks
     import jaxkv.config.engine
@@ -21,7 +21,7 @@ def check_shapes():
 
         checker = functools.partial(functools.partial, _checked, jaxtyping.jaxtyped)
         jaxtyping.jaxtyped = checker
-        jaxtyping.install_import_hook(["jaxkv", "pallas_kernels"], "beartype.beartype")
+        jaxtyping.install_import_hook(list(packages), "beartype.beartype")
 
 
 def _checked(jaxtyped, checked, *, typechecker):
