@@ -4,7 +4,6 @@ The engine orders all side effects. A step takes effect when the host has read i
 only then are tokens returned, pages published to the prefix index and pages released.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -20,29 +19,25 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.host_tier.host_cache import open_host, why_no_host
+from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.engine.lora.adapters import Adapters
-from jaxkv.engine.multi_step import MultiStep
-from jaxkv.engine.oom_backoff import OomBackoff
-from jaxkv.engine.recovery import RebuildLimit, is_fatal, refuse_broken
+from jaxkv.engine.prefix_reuse import PrefixReuse
+from jaxkv.engine.recovery import CacheRecovery, RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.routed_experts import open_experts
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.speculation.open_speculation import open_speculation
-from jaxkv.engine.state_checkpoints import StateCheckpoints, room_for_checkpoints
 from jaxkv.engine.step_pipeline import StepPipeline
+from jaxkv.engine.step_sizes import open_step_sizes
 from jaxkv.engine.token_masks import update_masks
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.protocol import Params
 from jaxkv.runner.scoring import prompt_logprobs, score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
-from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.text.tokenizer import Tokenizer
-
-_LOG = logging.getLogger(__name__)
 
 _AFTER_UPDATE = ("continue", "recompute")
 
@@ -62,14 +57,11 @@ class Engine:
         sequence_runner: runs the steps.
         runner: runs the programs.
         shapes: padded shapes of the steps.
-        prefix: the prefix index; `None` if the prefix cache is off.
-        host: the host tier; `None` if there is none.
-        why_no_host: why there is no host tier; empty if there is one.
+        prefix_reuse: the prefixes that are kept for later requests.
         oom_backoff: shapes that ran out of memory.
         multi_step: decides when several decode steps are sent as one program.
         scheduler: plans the steps.
         experts: reads the experts chosen for a request's tokens; `None` if the cache keeps none.
-        recoveries: number of lost caches that were replaced.
         asleep: whether `sleep` has given the cache's memory back.
         adapters: the low-rank adapters that requests may name.
         speculation: drafts tokens that decode steps verify; `None` for none.
@@ -94,66 +86,58 @@ class Engine:
             )
         self.adapters = Adapters(runner.adapters)
         allocator, layout = sequence_runner.allocator, runner.layout
-        whole = runner.model.whole_prompts
-        checkpoints = room_for_checkpoints(sequence_runner, config)
-        self.shapes = _step_shapes(sequence_runner, config, checkpoints=checkpoints > 0)
-        self.prefix = _prefix_index(sequence_runner, config, checkpoints=checkpoints)
-        self.host = open_host(runner, self.prefix, host_bytes)
-        self.why_no_host = why_no_host(runner.model, self.prefix, host_bytes)
-        self.oom_backoff = OomBackoff(
-            self.shapes.token_buckets,
-            self.shapes.decode_rows,
-            whole=whole,
-            refusal=runner.refusal,
-        )
+        self.prefix_reuse = reuse = PrefixReuse(sequence_runner, config, host_bytes)
+        checkpoints = reuse.state_checkpoints
+        sizes = open_step_sizes(sequence_runner, config, checkpoints=checkpoints is not None)
+        self.shapes, self.multi_step = sizes.shapes, sizes.multi_step
+        self.oom_backoff = sizes.oom_backoff
         self.speculation = open_speculation(
             runner.model, layout, self.shapes, config.speculation, clock
         )
-        steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
-        self.multi_step = MultiStep(runner, self.shapes, self.oom_backoff, steps)
         page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
             allocator,
-            self.prefix,
+            reuse.index,
             page_size=min(page_sizes, default=64),
             max_rows=sequence_runner.max_rows,
             token_budget=self.shapes.token_budget,
-            whole_prompts=whole,
+            whole_prompts=runner.model.whole_prompts,
             fill=self.shapes.fill,
             chunk_size=layout.chunk_size,
             most_steps=self.multi_step.most,
-            prefetch=None if self.host is None else self.host.prefetch,
+            prefetch=reuse.prefetch,
             speculation=self.speculation,
         )
-        state_checkpoints = StateCheckpoints(self.prefix, sequence_runner) if checkpoints else None
-        self._finisher = Finisher(self.scheduler, self.prefix, clock)
+        self._finisher = Finisher(self.scheduler, reuse.index, clock)
         self._pipeline = StepPipeline(
-            sequence_runner,
-            self.scheduler,
-            self._finisher,
-            self.shapes,
-            self.multi_step,
-            self.oom_backoff,
-            state_checkpoints,
+            sequence_runner, self.scheduler, self._finisher, sizes, checkpoints
         )
         self.experts = open_experts(sequence_runner)
         self._collector = Collector(
-            allocator,
-            self.prefix,
-            page_sizes,
-            clock,
-            state_checkpoints,
-            self.experts,
-            self.speculation,
+            allocator, reuse.index, page_sizes, clock, checkpoints, self.experts, self.speculation
         )
         self._tokenizer = tokenizer
         self._clock = clock
-        self._rebuild_limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
+        limit = RebuildLimit(config.most_rebuilds, config.rebuild_seconds, clock)
+        self._recovery = CacheRecovery(runner.owner, limit)
         self._stepping = threading.Lock()
-        self._rebuilds = runner.owner.rebuilds
-        self._idle_check = IdleCheck(allocator, self.prefix, clock)
-        self.recoveries = 0
+        self._idle_check = IdleCheck(allocator, reuse.index, clock)
         self.asleep = False
+
+    @property
+    def prefix(self) -> PrefixIndex | None:
+        """The prefix index; `None` if the prefix cache is off."""
+        return self.prefix_reuse.index
+
+    @property
+    def host(self) -> HostCache | None:
+        """The host tier; `None` if there is none."""
+        return self.prefix_reuse.host
+
+    @property
+    def recoveries(self) -> int:
+        """Number of lost caches that were replaced."""
+        return self._recovery.count
 
     @property
     def steps(self) -> int:
@@ -276,10 +260,7 @@ class Engine:
 
     def clear_prefixes(self) -> None:
         """Empties the prefix cache, on the host too. Requests in progress keep their pages."""
-        if self.host is not None:
-            self.host.clear()
-        elif self.prefix is not None:
-            self.prefix.clear()
+        self.prefix_reuse.clear()
 
     @property
     def repeats_bits(self) -> bool:
@@ -329,7 +310,7 @@ class Engine:
             return
         self.runner.refuse_without_params()
         self.runner.owner.rebuild()
-        self._rebuilds = self.runner.owner.rebuilds
+        self._recovery.notice()
         self.asleep = False
 
     def refuse_if_asleep(self) -> None:
@@ -344,8 +325,7 @@ class Engine:
         for sequence in (*self.scheduler.waiting, *self.scheduler.running):
             self.abort(sequence)
         self._pipeline.clear()
-        if self.host is not None:
-            self.host.close()
+        self.prefix_reuse.close()
         self.runner.close()
 
     def step(self) -> None:
@@ -463,13 +443,11 @@ class Engine:
 
     def _advance_swap_ins(self, *, wait: bool = False) -> bool:
         """Advances the swap-ins in progress; returns False if there are none."""
-        if self.host is None or not self.host.prefetch.num_in_progress:
-            return False
         try:
-            self.host.advance(wait=wait)
+            return self.prefix_reuse.advance_swap_ins(wait=wait)
         except CachePoisoned as error:
             self._recover(error)
-        return True
+            return True
 
     def _receive_all(self) -> None:
         """Receives and collects every program in flight."""
@@ -500,7 +478,7 @@ class Engine:
         if owner.poisoned:
             refuse_broken(owner.cause)
             self._recover(CachePoisoned("the cache was lost by another user of it"))
-        elif owner.rebuilds != self._rebuilds:
+        elif self._recovery.has_new_cache:
             self._start_over()
 
     def _recover(self, error: Exception) -> None:
@@ -508,24 +486,14 @@ class Engine:
 
         Raises `error` if the device is broken or too many caches were lost.
         """
-        owner = self.runner.owner
-        if is_fatal(error) and not owner.poisoned:
-            owner.poison(f"the device is broken: {error}", cause=error)
-        if is_fatal(error) or not self._rebuild_limit.allows():
-            raise error
-        _LOG.warning("the cache was lost and is replaced by an empty one: %r", error)
-        owner.rebuild()
+        self._recovery.replace(error)
         self._start_over()
-        self.recoveries += 1
 
     def _start_over(self) -> None:
         """Requeues all requests and clears the prefix index, since the cache is new and empty."""
         self._requeue()
-        if self.host is not None:
-            self.host.lose_device()
-        elif self.prefix is not None:
-            self.prefix.clear()
-        self._rebuilds = self.runner.owner.rebuilds
+        self.prefix_reuse.lose_device()
+        self._recovery.notice()
 
     def _requeue(self) -> None:
         """Drops the steps in flight and requeues all running requests.
@@ -533,8 +501,7 @@ class Engine:
         It finishes those whose last token was accepted before an interrupt.
         """
         self._pipeline.clear()
-        if self.prefix is not None:
-            self.prefix.forget_unconfirmed()
+        self.prefix_reuse.forget_unconfirmed()
         for sequence in list(self.scheduler.running):
             try:
                 sequence.reason = sequence.reason or sequence.stop_reason()
@@ -555,37 +522,3 @@ def _next_version(last: WeightVersion, wanted: WeightVersion | None) -> WeightVe
             f"version must be an int or a str, got {wanted!r}; the last one was {last!r}"
         )
     return wanted
-
-
-def _step_shapes(
-    sequence_runner: SequenceRunner, config: EngineConfig, *, checkpoints: bool
-) -> StepShapes:
-    """Returns the padded shapes of an engine's steps."""
-    runner = sequence_runner.runner
-    sizes = {"max_tokens": sequence_runner.length_buckets[-1], "max_rows": sequence_runner.max_rows}
-    return StepShapes(
-        runner.layout,
-        **sizes,
-        token_budget=clamp_token_budget(config.token_budget, **sizes),
-        whole_prompts=runner.model.whole_prompts,
-        pinned=config.pinned_shapes,
-        grain=grain_of(runner.implementation.name),
-        checkpoints=checkpoints,
-        lora=runner.adapters is not None,
-        drafts=0 if config.speculation is None else config.speculation.tokens,
-    )
-
-
-def _prefix_index(
-    sequence_runner: SequenceRunner, config: EngineConfig, *, checkpoints: int
-) -> PrefixIndex | None:
-    """Returns the prefix index of an engine; `None` if the prefix cache is off."""
-    if not config.prefix_cache:
-        return None
-    return PrefixIndex(
-        sequence_runner.runner.layout,
-        sequence_runner.allocator,
-        identity=repr(sequence_runner.runner.model),
-        checkpoints=checkpoints,
-        policy=config.checkpoints,
-    )

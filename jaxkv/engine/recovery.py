@@ -1,11 +1,15 @@
-"""Decides whether a lost cache may be replaced: not on a broken device, and not too often."""
+"""Replaces lost caches, but not on a broken device and not too often."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
 import jax
 
+from jaxkv.cache.owner import CacheOwner
 from jaxkv.errors import CachePoisoned
+
+_LOG = logging.getLogger(__name__)
 
 _FATAL = (
     "ILLEGAL_ADDRESS",
@@ -58,3 +62,45 @@ class RebuildLimit:
             return False
         self._times.append(now)
         return True
+
+
+class CacheRecovery:
+    """Replaces the lost caches of one engine, and knows whether the engine has noticed that its cache is a new one.
+
+    Args:
+        owner: has the cache; others may lose or replace it too.
+        limit: how many lost caches are replaced.
+
+    Attributes:
+        count: number of lost caches that were replaced.
+    """
+
+    def __init__(self, owner: CacheOwner, limit: RebuildLimit) -> None:
+        self.count = 0
+        self._owner = owner
+        self._limit = limit
+        self._noticed = owner.rebuilds
+
+    @property
+    def has_new_cache(self) -> bool:
+        """Whether the cache was replaced since the last call of `notice`."""
+        return self._owner.rebuilds != self._noticed
+
+    def notice(self) -> None:
+        """States that the engine has forgotten what older caches held."""
+        self._noticed = self._owner.rebuilds
+
+    def replace(self, error: Exception) -> None:
+        """Replaces the cache that was lost by an error.
+
+        Raises:
+            Exception: the error, if it broke the device or too many caches were lost.
+        """
+        is_broken = is_fatal(error)
+        if is_broken and not self._owner.poisoned:
+            self._owner.poison(f"the device is broken: {error}", cause=error)
+        if is_broken or not self._limit.allows():
+            raise error
+        _LOG.warning("the cache was lost and is replaced by an empty one: %r", error)
+        self._owner.rebuild()
+        self.count += 1

@@ -12,19 +12,17 @@ import jax
 
 from jaxkv.engine.finish import Finisher
 from jaxkv.engine.in_flight import InFlightStep, step_rows_of
-from jaxkv.engine.multi_step import MultiStep
-from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.prepare import prepare
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.engine.step_plan import Part, StepPlan, columns_of, first_step
+from jaxkv.engine.step_sizes import StepSizes
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.sampled_rows import SampledRows
 from jaxkv.runner.sequence_runner import SequenceRunner
-from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import union
 
 _LOG = logging.getLogger(__name__)
@@ -37,9 +35,7 @@ class StepPipeline:
         sequence_runner: runs the steps.
         scheduler: records which parts were dispatched, and plans the others again.
         finisher: ends requests that fit in no step.
-        shapes: padded shapes of single steps.
-        multi_step: decides when several decode steps are sent as one program.
-        oom_backoff: records shapes that ran out of memory, and cuts steps to smaller ones.
+        sizes: chooses the programs of steps.
         state_checkpoints: allocates pending state checkpoints; `None` if the engine keeps none.
 
     Attributes:
@@ -52,14 +48,12 @@ class StepPipeline:
         sequence_runner: SequenceRunner,
         scheduler: Scheduler,
         finisher: Finisher,
-        shapes: StepShapes,
-        multi_step: MultiStep,
-        oom_backoff: OomBackoff,
+        sizes: StepSizes,
         state_checkpoints: StateCheckpoints | None,
     ) -> None:
         self._sequence_runner, self._runner = sequence_runner, sequence_runner.runner
-        self._scheduler, self._finisher, self._shapes = scheduler, finisher, shapes
-        self._multi_step, self._oom_backoff = multi_step, oom_backoff
+        self._scheduler, self._finisher, self._shapes = scheduler, finisher, sizes.shapes
+        self._multi_step, self._oom_backoff = sizes.multi_step, sizes.oom_backoff
         self._state_checkpoints = state_checkpoints
         self._in_flight: deque[InFlightStep] = deque()
         self.steps = 0

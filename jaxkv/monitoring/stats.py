@@ -111,7 +111,7 @@ def collect_stats(engine: Engine) -> Stats:
         recoveries=engine.recoveries,
         prefix=None if engine.prefix is None else engine.prefix.stats,
         speculation=None if engine.speculation is None else engine.speculation.stats,
-        host_cache=engine.why_no_host if engine.host is None else engine.host.kind,
+        host_cache=engine.prefix_reuse.why_no_host if engine.host is None else engine.host.kind,
         host=None if engine.host is None else engine.host.stats,
         fallbacks=fallbacks(),
     )

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from jaxkv.options import (
     size,
     speculation_of_options,
 )
+from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.terminal import Screen
 
@@ -266,18 +268,12 @@ def _warm_up(text: str) -> tuple[int, int, tuple[str, ...]]:
 
 
 def _serve(options: argparse.Namespace, screen: Screen) -> int:
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise RuntimeError(
-            f'the server needs {", ".join(missing)}, not installed here; run pip install "jaxkv[serve]", '
-            f'or in a clone pip install -e ".[serve]"'
-        )
+    _refuse_if_missing()
     import uvloop
 
     from jaxkv.serve.api.app import make_app
     from jaxkv.serve.engine_process import EngineProcess
     from jaxkv.serve.http.auth import ApiKeys
-    from jaxkv.serve.http.limits import Limits
     from jaxkv.serve.http.service import Service
     from jaxkv.serve.listener import open_listener, url_of
     from jaxkv.serve.server import Server, uvicorn_config
@@ -285,25 +281,9 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
     options.model = _model(options)
     start = _start(options)
     keys = ApiKeys(_keys(options))
-    limits = Limits(
-        most_waiting=options.max_waiting,
-        request_seconds=options.request_timeout,
-        silence_seconds=max(_SILENCE_SECONDS, 2 * options.hang_seconds),
-    )
+    limits = _limits(options)
     _allow_descriptors(limits.connections + limits.lingering + _DESCRIPTORS)
-    name = options.served_model_name or options.model or _DEFAULT_NAME
-    if name in start.lora_modules:
-        raise ValueError(
-            f"an adapter of --lora-modules has the model's name, {name!r}; give it another, or --served-model-name"
-        )
-
-    def say_ready() -> None:
-        # What is loaded by now stays; the garbage collector need not look at it again during requests.
-        gc.collect()
-        gc.freeze()
-        # A closed pipe is no reason not to serve.
-        with suppress(OSError):
-            screen.write(f"serving {name} at {url_of(listener, options.host)} (ready)\n")
+    name = _served_name(options, start.lora_modules)
 
     async def run() -> int:
         engine = EngineProcess(start)
@@ -316,19 +296,56 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
             reasoning_parser=options.reasoning_parser,
             adapters=tuple(start.lora_modules),
         )
-        config = uvicorn_config(make_app(service, keys), limits)
         server = Server(
             engine,
             service,
-            config,
+            uvicorn_config(make_app(service, keys), limits),
             listener,
             drain_seconds=options.drain_seconds,
-            on_ready=say_ready,
+            on_ready=lambda: _say_ready(screen, name, url_of(listener, options.host)),
         )
         return await server.run()
 
     with open_listener(options.host, options.port, has_keys=bool(keys)) as listener:
         return uvloop.run(run())
+
+
+def _refuse_if_missing() -> None:
+    """Raises `RuntimeError` if packages of the server are not installed."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f'the server needs {", ".join(missing)}, not installed here; run pip install "jaxkv[serve]", '
+            f'or in a clone pip install -e ".[serve]"'
+        )
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    """Returns the bounds on requests and connections."""
+    return Limits(
+        most_waiting=options.max_waiting,
+        request_seconds=options.request_timeout,
+        silence_seconds=max(_SILENCE_SECONDS, 2 * options.hang_seconds),
+    )
+
+
+def _served_name(options: argparse.Namespace, adapters: Collection[str]) -> str:
+    """Returns the name by which requests ask for the model; raises `ValueError` if an adapter has it too."""
+    name = options.served_model_name or options.model or _DEFAULT_NAME
+    if name in adapters:
+        raise ValueError(
+            f"an adapter of --lora-modules has the model's name, {name!r}; give it another, or --served-model-name"
+        )
+    return name
+
+
+def _say_ready(screen: Screen, name: str, url: str) -> None:
+    # What is loaded by now stays; the garbage collector need not look at it again during requests.
+    gc.collect()
+    gc.freeze()
+    # A closed pipe is no reason not to serve.
+    with suppress(OSError):
+        screen.write(f"serving {name} at {url} (ready)\n")
 
 
 def _model(options: argparse.Namespace) -> str | None:

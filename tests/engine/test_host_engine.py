@@ -208,7 +208,7 @@ def test_the_warm_up_declares_what_moves():
     engine = engine_for()
     needed = declare_served(engine, request_of([1] * 10), 2)
     assert set(declare_swaps(engine.runner.layout)) <= set(needed)
-    engine.host = None
+    engine.prefix_reuse.host = None
     needed = declare_served(engine, request_of([1] * 10), 2)
     assert not {one.kind for one in needed} & {"swap_in", "swap_out"}
 

@@ -22,6 +22,7 @@ LOOP = (
     "engine/request_queues",
     "engine/finish",
     "engine/parallel_samples",
+    "engine/prefix_reuse",
     "engine/engine",
     "runner/model_runner",
     "engine/in_flight",
