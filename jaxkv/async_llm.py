@@ -35,7 +35,7 @@ from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
 
 _LOG = logging.getLogger(__name__)
 
-_Arrival = tuple[int, Piece] | BaseException
+_Arrival = tuple[int, Piece] | BaseException | None
 _ENDED = "the engine has failed or was closed"
 
 
@@ -46,21 +46,25 @@ class _Call:
     Attributes:
         requests: one request per sample.
         loop: the caller's event loop.
-        as_text: see `Engine.add`.
-        arrivals: (sample number, piece) for each new piece, or the error that ends the call.
+        streamed: the caller reads pieces; any other call only hears of its end, since pieces take more time per token
+            than the engine.
+        arrivals: of a streamed call (sample number, piece) for each new piece, otherwise `None` when all samples have
+            ended; or the error that ends the call.
         samples: the engine's states of the requests; empty until the engine has accepted them.
         left: the caller does not wait any more.
     """
 
     requests: list[Request]
     loop: asyncio.AbstractEventLoop
-    as_text: bool = True
+    streamed: bool = False
     arrivals: asyncio.Queue[_Arrival] = field(default_factory=asyncio.Queue)
     samples: list[RequestState] = field(default_factory=list)
     left: bool = False
 
     def send(self, arrivals: Sequence[_Arrival]) -> bool:
         """Posts arrivals to the caller's event loop, from the engine's thread; returns False if that loop is closed."""
+        if not arrivals:
+            return not self.loop.is_closed()
         try:
             self.loop.call_soon_threadsafe(self._put, arrivals)
         except RuntimeError:  # The event loop is closed.
@@ -150,7 +154,8 @@ class AsyncLLM:
             Exception: the error of the request, if its own part of a step failed.
         """
         given = as_call("AsyncLLM.stream", options, sampling=sampling, salt=salt)
-        call = await self._submit(prompt, one_sample(given["sampling"]), priority, given["salt"])
+        params = one_sample(given["sampling"])
+        call = await self._submit(prompt, params, priority, given["salt"], streamed=True)
         try:
             while True:
                 _, piece = await self._next(call)
@@ -176,14 +181,10 @@ class AsyncLLM:
         given = as_call("AsyncLLM.generate", options, sampling=sampling, salt=salt)
         [params] = one_each(given["sampling"], 1)
         call = await self._submit(prompt, params, priority, given["salt"])
-        try:
-            running = set(range(params.n))
-            while running:
-                index, piece = await self._next(call)
-                if piece.finish_reason is not None:
-                    running.discard(index)
-        finally:
-            self._loop.put(lambda: self._abort(call))
+        await self._ends_of([call])
+        for sample in call.samples:
+            if sample.reason == "error" and sample.error is not None:
+                raise sample.error
         return output_of(call.samples, self._llm.tokenizer)
 
     async def rollout(
@@ -282,7 +283,7 @@ class AsyncLLM:
         replay = await asyncio.to_thread(
             self._llm.replay, prompts, outputs, given["sampling"], priority
         )
-        calls = self._queue(replay.requests, as_text=False, clear_prefixes=replay.clears_prefixes)
+        calls = self._queue(replay.requests, clear_prefixes=replay.clears_prefixes)
         await self._ends_of(calls)
         return replay.scores([call.samples for call in calls])
 
@@ -356,30 +357,36 @@ class AsyncLLM:
         return await asyncio.wrap_future(result)
 
     async def _submit(
-        self, prompt: Prompt, params: SamplingParams, priority: int, salt: str | bytes | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        salt: str | bytes | None,
+        *,
+        streamed: bool = False,
     ) -> _Call:
         requests = await asyncio.to_thread(
             self._llm.requests, prompt, params, priority=priority, salt=salt
         )
-        [call] = self._queue([requests])
+        [call] = self._queue([requests], streamed=streamed)
         return call
 
     def _queue(
         self,
         requests: Sequence[list[Request]],
         *,
-        as_text: bool = True,
+        streamed: bool = False,
         clear_prefixes: bool = False,
     ) -> list[_Call]:
         """Queues the samples of several prompts, which the engine accepts between the same two steps.
 
         Args:
             requests: the samples of each prompt.
-            as_text: see `Engine.add`.
+            streamed: see `_Call`.
             clear_prefixes: empty the prefix cache first.
         """
         loop = asyncio.get_running_loop()
-        calls = [_Call(samples, loop, as_text) for samples in requests]
+        calls = [_Call(samples, loop, streamed) for samples in requests]
 
         def accept() -> None:
             if clear_prefixes:
@@ -403,17 +410,13 @@ class AsyncLLM:
 
     async def _end_of(self, call: _Call) -> None:
         """Waits until all samples of a call have ended, also with an error of their own."""
-        running = set(range(len(call.requests)))
-        while running:
-            arrival = await call.arrivals.get()
-            if isinstance(arrival, BaseException):
-                raise arrival
-            index, piece = arrival
-            if piece.finish_reason is not None:
-                running.discard(index)
+        if (arrival := await call.arrivals.get()) is not None:
+            assert isinstance(arrival, BaseException), "a call that is not streamed gets no pieces"
+            raise arrival
 
     async def _next(self, call: _Call) -> tuple[int, Piece]:
         arrival = await call.arrivals.get()
+        assert arrival is not None, "a streamed call gets pieces"
         if isinstance(arrival, BaseException):
             raise arrival
         index, piece = arrival
@@ -435,7 +438,7 @@ class AsyncLLM:
 
     def _accept(self, call: _Call) -> None:
         try:
-            call.samples = self._engine.add(call.requests, streamed=True, as_text=call.as_text)
+            call.samples = self._engine.add(call.requests, streamed=call.streamed)
         except (OutOfPages, OutOfStates) as error:
             if self._closed or not self._engine.has_work:
                 call.send([error])
@@ -460,13 +463,13 @@ class AsyncLLM:
     def _deliver(self) -> None:
         for call in list(self._calls):
             arrivals: list[_Arrival] = []
-            for index, sample in enumerate(call.samples):
+            for index, sample in enumerate(call.samples if call.streamed else ()):
                 while sample.pieces:
                     arrivals.append((index, with_figures(sample.pieces.popleft(), sample)))
             if all(sample.status == FINISHED for sample in call.samples):
                 self._calls.remove(call)
-            if not arrivals:
-                continue
+                if not call.streamed:
+                    arrivals.append(None)
             if not call.send(arrivals):
                 self._abort(call)
 
