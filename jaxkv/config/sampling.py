@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -209,3 +210,17 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} must be below {vocab_size}, the model's number of token ids, got {outside[0]}"
                 )
+
+
+def kept_sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """Returns `SamplingParams(**given)`: the same object for what was given lately, since most requests are alike."""
+    key = tuple([(name, type(value), value) for name, value in given.items()])
+    try:
+        return _made(key)
+    except TypeError:  # A value, such as a list, has no hash.
+        return SamplingParams(**given)
+
+
+@lru_cache(maxsize=256)
+def _made(key: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    return SamplingParams(**{name: value for name, _, value in key})

@@ -15,7 +15,7 @@ import msgspec
 
 from jaxkv.config.processor_calls import ProcessorCalls
 from jaxkv.config.reasoning_tokens import ReasoningTokens
-from jaxkv.config.sampling import SamplingParams, TokenBias
+from jaxkv.config.sampling import SamplingParams, TokenBias, kept_sampling
 from jaxkv.config.structured_outputs import StructuredOutputs
 
 MAX_FRAME_BYTES = 256 * 2**20
@@ -403,10 +403,10 @@ def unpack_sampling(packed: dict[str, Any]) -> SamplingParams:
     Raises:
         ValueError: a field is unknown or out of range.
     """
-    made = dict(packed)
-    if "structured_outputs" in made:
-        form = dict(made["structured_outputs"])
-        if "reasoning" in form:
-            form["reasoning"] = ReasoningTokens(**form["reasoning"])
-        made["structured_outputs"] = StructuredOutputs(**form)
+    if "structured_outputs" not in packed:
+        return kept_sampling(packed)
+    form = dict(packed["structured_outputs"])
+    if "reasoning" in form:
+        form["reasoning"] = ReasoningTokens(**form["reasoning"])
+    made: dict[str, Any] = packed | {"structured_outputs": StructuredOutputs(**form)}
     return SamplingParams(**made)

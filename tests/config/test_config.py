@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.config.cache import CacheConfig
-from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.sampling import SamplingParams, kept_sampling
 
 BAD_NUMBERS = [float("nan"), float("inf"), -float("inf"), True, "7", None, 10**400]
 
@@ -180,3 +180,15 @@ def test_minus_infinity_forbids_a_token():
     wish = SamplingParams(logit_bias={3: np.float32("-inf")})
     assert wish.logit_bias == {3: -math.inf}
     assert type(wish.logit_bias[3]) is float
+
+
+def test_parameters_that_were_given_lately_are_the_same_object():
+    given = {"temperature": 0.5, "seed": 3}
+    assert kept_sampling(given) == SamplingParams(**given)
+    assert kept_sampling(dict(given)) is kept_sampling(given)
+    assert kept_sampling(given | {"seed": 4}).seed == 4
+    assert kept_sampling({"stop": ["a"]}) == SamplingParams(stop=("a",))
+    kept_sampling({"n": 1})
+    # Python's 1 and True are equal.
+    with pytest.raises(ValueError, match="n must be an int"):
+        kept_sampling({"n": True})

@@ -21,6 +21,7 @@ from jaxkv.config.sampling import (
     MAX_STOP_STRINGS,
     MAX_STRING_CHARACTERS,
     SamplingParams,
+    kept_sampling,
 )
 from jaxkv.serve.api.structured_fields import StructuredFields
 from jaxkv.serve.http.errors import ApiError, bad_request
@@ -205,7 +206,7 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True,
         given: dict[str, Any] = dict(defaults)
         given |= {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         try:
-            return SamplingParams(**(given | changes))
+            return kept_sampling(given | changes)
         except ValueError as error:
             param = next((name for name in _SHARED if clip(error).startswith(name)), None)
             raise bad_request(clip(error, 300), param) from error
