@@ -227,6 +227,12 @@ def _hybrid(layers: int, device: torch.device) -> GraniteMoeHybridForCausalLM:
     return _made(GraniteMoeHybridForCausalLM, config, device)
 
 
+_MODELS: dict[str, Callable[[int, torch.device], PreTrainedModel]] = {
+    "llama": _model,
+    "hybrid": _hybrid,
+}
+
+
 def _made[M: PreTrainedModel](kind: type[M], config: Any, device: torch.device) -> M:  # noqa: ANN401
     with torch.device(device):
         torch.set_default_dtype(torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -361,20 +367,24 @@ def time_turns(
             for kept in (0, int(_KEPT * context)):
                 if kept and form.startswith("dynamic"):
                     continue
-                seconds, before = [], 0
-                # The first prompt of a shape loads kernels and does not count.
+                seconds, before = [], cache.stats()
+                # The first prompt of a shape loads kernels, the second is recorded, and the third replayed.
                 for _ in range(1 + trials):
                     ids = torch.randint(1, _ids_end(model), (batch, context), device=model.device)
                     cache.reset(keep_prefix=False)
                     if kept:
                         first_token(ids[:, :kept])
                         cache.reset()
-                    before = cache.stats().tokens_computed
+                    before = cache.stats()
                     seconds.append(_seconds(partial(first_token, ids)))
                 row = {"model": name, "batch": batch, "context": context, "kept": kept}
                 rows.append({**row, "cache": form, "first_token_ms": min(seconds[1:]) * 1e3})
+                now = cache.stats()
                 if form.startswith("ours"):
-                    rows[-1]["tokens_computed"] = cache.stats().tokens_computed - before
+                    rows[-1]["tokens_computed"] = now.tokens_computed - before.tokens_computed
+                if not form.startswith("dynamic"):
+                    rows[-1]["prompts_replayed"] = now.prompts_replayed - before.prompts_replayed
+                    rows[-1]["graph_mb"] = now.graph_bytes / 2**20
                 _print([rows[-1]])
     return rows
 
@@ -418,6 +428,7 @@ def _first_token_batched(model: PreTrainedModel, cache: JaxkvCache, ids: torch.T
 def _graph_columns(cache: JaxkvCache) -> Row:
     stats = cache.stats()
     return {
+        "leases_taken": stats.leases_taken,
         "graph_mb": stats.graph_bytes / 2**20,
         "recording_s": stats.graph_seconds,
         "steps_replayed": stats.steps_replayed,
@@ -520,6 +531,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=32, help="at least 3")
     parser.add_argument("--compiled", action="store_true", help="also Transformers' compiled step")
     parser.add_argument("--peer", action="store_true", help="also a gpt-fast style step; GPU only")
+    parser.add_argument("--models", default=",".join(_MODELS), help="models of the part turn")
     parser.add_argument("--only", default="", help="begins of forms, separated by semicolons")
     parser.add_argument(
         "--record", help="begin of the records' names; nothing is saved if not given"
@@ -540,8 +552,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = time_kernels(settings)
         elif part == "turn":
             rows = []
-            for name, make in {"llama": _model, "hybrid": _hybrid}.items():
-                rows += time_turns(name, make(given.layers, _device()), settings=settings)
+            for name in given.models.split(","):
+                model = _MODELS[name](given.layers, _device())
+                rows += time_turns(name, model, settings=settings)
         else:
             make = _hybrid if part == "hybrid" else _model
             rows = time_generate(
