@@ -63,7 +63,7 @@ _LONG = (
     "models/families/test_parity.py",
     "pallas_kernels/h200/test_kernels.py",
     "test_llm.py",
-    "torch_bridge/graphs/test_decode_graphs.py",
+    "torch_bridge/graphs/test_step_graphs.py",
     "test_generation.py",
     "models/families/test_hybrid_parity.py",
     "pallas_kernels/test_mosaic_states.py",

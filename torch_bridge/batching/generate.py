@@ -145,7 +145,7 @@ class Batching:
             if self._store.owner.poisoned:
                 self._store.index.clear()
                 self._store.owner.rebuild()
-            notice_changes(self._model, self._store)
+            notice_changes(self._model, self._graphs.known, self._store)
             self._graphs.notice_text()
             sampler = self._samplers.pop(kind, None) or Sampler(kind, self._store.device)
             loop = BatchLoop(

@@ -105,15 +105,13 @@ class RowCache(Cache):
         return logits if self._keeps_logits else logits[last]
 
     def replay(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Any:  # noqa: ANN401
-        """Returns the output of the current decode step if it was replayed, else `None`; see `JaxkvCache.replay`."""
+        """Returns the output of the current step if it was replayed, else `None`; see `JaxkvCache.replay`."""
         step, states = self._running.step, self._states
         if step is None or states is None or step.fixed is not None:
             return None
         if step.thread != threading.get_ident():
             return None
-        out = None
-        if step.decodes:
-            out = self._graphs.replay(forward, arguments, self._sequences, self._running)
+        out = self._graphs.replay(forward, arguments, self._sequences, self._running)
         states.end_replay(replayed=out is not None)
         return out
 

@@ -1,4 +1,4 @@
-"""What of a decode step's arguments a recording fixes, and what it reads anew; and why a call cannot be replayed."""
+"""What of a step's arguments a recording fixes, and what it reads anew; and why a call cannot be replayed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 
 from torch_bridge.transformers_cache.forward_call import CACHE_NAMES
 
+LOGITS_TO_KEEP = "logits_to_keep"
 _READ_ANEW = ("input_ids", "attention_mask", "position_ids", *CACHE_NAMES)
 _FIXED = (bool, int, float, str)
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -28,26 +29,27 @@ class CallForm:
 
 def form_of(
     arguments: Mapping[str, Any],
-    rows: int,
+    shape: tuple[int, int],
     config: Any,  # noqa: ANN401 - every family has a class of its own
     *,
     needs_positions: bool,
 ) -> CallForm | str:
-    """Returns the form of a decode step's call, or the reason why no graph can stand for it.
+    """Returns the form of a step's call, or the reason why no graph can stand for it.
 
     Args:
         arguments: the forward's arguments by name.
-        rows: number of rows of the step.
+        shape: shape of the call's ids: (rows, columns).
         config: the model's config, for outputs that the call leaves unset.
         needs_positions: whether the model's forward takes positions.
     """
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if ids is None:
         return "the call has no input_ids"
+    rows, columns = shape
     for name, firsts in (("input_ids", (rows,)), ("position_ids", (1, rows))):
         given = arguments.get(name)
-        if given is not None and not _are_numbers(given, firsts):
-            return f"{name} must be whole numbers [{rows}, 1]"
+        if given is not None and not _are_numbers(given, firsts, columns):
+            return f"{name} must be whole numbers {[rows, columns]}"
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return "attention_mask is not a 2-D tensor"
     options = []
@@ -68,7 +70,7 @@ def form_of(
     return CallForm(cache_name, tuple(sorted(options)))
 
 
-def _are_numbers(given: Any, firsts: tuple[int, ...]) -> bool:  # noqa: ANN401 - an argument may be anything
+def _are_numbers(given: Any, firsts: tuple[int, ...], columns: int) -> bool:  # noqa: ANN401 - an argument may be anything
     if not isinstance(given, torch.Tensor) or given.dtype not in (torch.int32, torch.int64):
         return False
-    return given.ndim == 2 and given.shape[0] in firsts and given.shape[1] == 1
+    return given.ndim == 2 and given.shape[0] in firsts and given.shape[1] == columns

@@ -15,7 +15,7 @@ from jaxkv.cache.spec import CacheLayout
 from torch_bridge.transformers_cache.sequences import Sequence
 from torch_bridge.transformers_cache.tables import FixedGroup, FixedStates, FixedTables
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Integers between two lines of the packed array, so that each line is aligned for kernels and for XLA."""
 _PER_GROUP, _PER_STATES = 3, 2
 """Lines of a paged group: slots, columns and pages; and of a group of states: what is read and what is written."""
@@ -43,7 +43,7 @@ class DecodeInputs:
         groups = self._groups = layout.paged_groups
         self._states = layout.state_groups
         self._allocator, self._rows, self._device = allocator, rows, device
-        self._stride = -(-rows // _ALIGNMENT) * _ALIGNMENT
+        self._stride = -(-rows // ALIGNMENT) * ALIGNMENT
         totals = {group.name: allocator.pool(group.name).num_total for group in groups}
         self._past = {group.name: totals[group.name] * group.page_size for group in groups}
         self._first_state = 1 + _PER_GROUP * len(groups)
@@ -83,7 +83,7 @@ class DecodeInputs:
         if self._loaded != [(number, crops, length - 1) for number, crops, length in now]:
             self._load_tables(rows)
         self._loaded = now
-        self._packed.copy_(self._pinned(self._pack(rows)), non_blocking=True)
+        self._packed.copy_(pinned(self._pack(rows), self._device), non_blocking=True)
 
     def withhold_states(self) -> None:
         """Has no row write a state until `fill`: a step that runs more than once would advance them more than once."""
@@ -132,12 +132,7 @@ class DecodeInputs:
             for line, held in zip(table, pages, strict=True):
                 line[: len(held)] = held
             target = self._page_tables[group.name][: len(rows), : table.shape[1]]
-            target.copy_(self._pinned(table), non_blocking=True)
-
-    def _pinned(self, numbers: np.ndarray) -> torch.Tensor:
-        """Returns a copy in pinned memory, which torch reuses only after the copies that read it."""
-        tensor = torch.from_numpy(numbers)
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+            target.copy_(pinned(table, self._device), non_blocking=True)
 
     def _line(self, group: int, which: int) -> torch.Tensor:
         """Returns a group's slots (0), columns (1) or pages (2), int32 [rows]."""
@@ -147,3 +142,9 @@ class DecodeInputs:
         """Returns the lines of a group of states: the ids that are read, and those that are written."""
         first = self._first_state + _PER_STATES * index
         return slice(first, first + _PER_STATES)
+
+
+def pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns numbers for a copy to the device, in pinned memory, which torch reuses only after queued copies."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
-from torch_bridge.transformers_cache.fingerprint import structure
+from torch_bridge.transformers_cache.fingerprint import KnownModel
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TRANSFORMERS = "transformers.utils.output_capturing"
@@ -42,11 +42,15 @@ class ModelState:
 
     It keeps what it compares by identity, so that nothing new takes an old one's `id`, and a graph never reads freed
     memory where a tensor was replaced, until `why_changed` finds it.
+
+    Args:
+        model: the model.
+        known: the same model, for its structure.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, known: KnownModel) -> None:
         modules = list(model.modules())
-        self._model = model
+        self._model, self._known = model, known
         self._inner = [vars(module) for module in modules if module is not model]
         self._children = [module._modules for module in modules]
         self._hooks = [held[kind] for held in self._inner for kind in _HOOKS]
@@ -57,7 +61,7 @@ class ModelState:
         self._tensors = [tensor for tensor in self._entries if tensor is not None]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._forms = self._read_forms()
-        self._structure = structure(model)
+        self._structure = known.structure()
 
     def has_same_memory(self) -> bool:
         """Whether the parameters and buffers of the recording are at the same addresses."""
@@ -76,8 +80,8 @@ class ModelState:
         return None if _are_equal(self._read_attributes(), self._attributes) else CHANGED
 
     def has_same_structure(self) -> bool:
-        """Whether all attributes and configs are the same (`fingerprint.structure`); costs some milliseconds."""
-        return structure(self._model) == self._structure
+        """Whether all attributes and configs are the same (`KnownModel.structure`)."""
+        return self._known.structure() == self._structure
 
     def _read_forms(self) -> tuple[list[Any], list[Any]]:
         return list(map(torch.Tensor.size, self._tensors)), list(

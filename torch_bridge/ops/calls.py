@@ -33,8 +33,18 @@ def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa:
     """
     static = tuple((name, value) for name, value in options.items() if not _is_array(value))
     named = {name: value for name, value in options.items() if _is_array(value)}
-    # Release results that torch has dropped by now: the kernels that read them were queued before this call, which runs
-    # after them.
+    return call(_program(op, donate, static), *arrays, **named)
+
+
+def call(program: Callable[..., Any], *arrays: Any, **named: Any) -> Any:  # noqa: ANN401
+    """Calls a jitted program of arrays; results of earlier calls that torch has dropped are released.
+
+    Args:
+        program: the program.
+        *arrays: its positional arguments; one at least was imported from torch's current stream.
+        **named: its keyword arguments.
+    """
+    # The kernels that read the dropped results were queued before this call, which runs after them.
     kept: list[tuple[StorageWeakRef, jax.Array]] = []
     dropped: list[tuple[StorageWeakRef, jax.Array]] = []
     with _LENT_LOCK:
@@ -43,7 +53,7 @@ def run(op: str, *arrays: Any, donate: int = 0, **options: Any) -> Any:  # noqa:
         _LENT[:] = kept
     first = jax.tree.leaves(arrays)[0]
     with _computing_on(next(iter(first.devices()))):
-        result = _program(op, donate, static)(*arrays, **named)
+        result = program(*arrays, **named)
     dropped.clear()
     return result
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from pallas_kernels.dispatch import Unsupported
 from torch_bridge import kernels
-from torch_bridge.ops.calls import hand_out, run
+from torch_bridge.ops.calls import call, hand_out, run
 from torch_bridge.ops.direct import decode_kernel, fitted, ragged_kernel
 from torch_bridge.sharing.dlpack import from_torch
 from torch_bridge.transformers_cache.gradients import refuse_gradient
@@ -163,8 +163,11 @@ def _find_launch(
     found = ragged_kernel(packed, *pools, table, step.seq_lens, step.cu_q_lens, **options)
     if found is None:
         return None
-    plan = found.plan(step.seq_lens_array, from_torch(step.cu_q_lens))
-    tiles = [hand_out(array) for array in plan]
+    if step.fixed_prompt is not None:
+        tiles = step.fixed_prompt.tiles(found.plan)
+    else:
+        planned = call(found.plan, step.seq_lens_array, from_torch(step.cu_q_lens))
+        tiles = [hand_out(array) for array in planned]
     return lambda *tensors, sinks: found(*tensors, table, *tiles, sinks=sinks)
 
 
@@ -177,8 +180,8 @@ def _packed(step: Step, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     packed = packed if packed.dtype == dtype else packed.to(dtype)
     if step.decodes:
         return packed
-    room = padded(step.num_tokens, _SMALLEST_PACKING)
-    return torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, room - step.num_tokens))
+    missing = padded(step.num_tokens, _SMALLEST_PACKING) - step.num_tokens
+    return torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, missing)) if missing else packed
 
 
 def _unpacked(step: Step, out: torch.Tensor) -> torch.Tensor:
@@ -204,7 +207,7 @@ def _run(step: Step, layer: int, query: torch.Tensor, options: dict[str, Any]) -
 def _run_recorded(
     step: Step, layer: int, packed: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Attends by the custom op, in a step that is recorded without a kernel that torch launches: on the CPU only."""
+    """Attends by a custom op, in a step that is recorded without a kernel that torch launches: on the CPU only."""
     if packed.is_cuda:
         raise NotRecordable(
             f"attention has no kernel here that torch can launch without XLA, for {packed.shape[1]} heads of "
@@ -214,7 +217,11 @@ def _run_recorded(
     tables = (step.tables(layer).page_table, step.seq_lens)
     # Copies, since JAX may hold its arguments for longer than the lease.
     keys, values = (pool.clone() for pool in step.pools(layer))
-    out = kernels.paged_attention(packed.clone(), keys, values, *tables, **options)
+    if step.decodes:
+        out = kernels.paged_attention(packed.clone(), keys, values, *tables, **options)
+    else:
+        tables = (*tables, step.cu_q_lens)
+        out = kernels.ragged_attention(packed.clone(), keys, values, *tables, **options)
     assert isinstance(out, torch.Tensor)
     return out
 

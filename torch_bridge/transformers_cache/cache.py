@@ -24,9 +24,9 @@ from jaxkv.errors import CacheLeased
 from pallas_kernels.dispatch import Unsupported
 from torch_bridge.fused.checked import why_not_fused
 from torch_bridge.fused.install import install as install_fused
-from torch_bridge.graphs.decode_graphs import DecodeGraphs
 from torch_bridge.graphs.recorder import recorder_for
 from torch_bridge.graphs.replayed_forward import install
+from torch_bridge.graphs.step_graphs import StepGraphs
 from torch_bridge.transformers_cache.attention import attends_pages
 from torch_bridge.transformers_cache.cache_layers import Running, layers_of
 from torch_bridge.transformers_cache.fingerprint import autocast
@@ -51,10 +51,12 @@ class JaxkvCacheStats:
         bytes: size of the pool, which forks share.
         leases_taken: how often the pool was leased to torch, by forks too. It stays 1 while JAX does not use the pool.
         steps_replayed: decode steps that were replayed as a graph, by forks too, as are the following.
-        graphs_recorded: how often a decode step was recorded.
+        prompts_replayed: prompts, or other forwards of several tokens per row, that were replayed.
+        graphs_recorded: how often a decode step or a prompt was recorded.
         graph_bytes: device memory that the graphs hold for temporaries and results.
         graph_seconds: time that the recordings took.
         why_not_replayed: why the latest decode step was not replayed; `None` if it was, or if there was none.
+        why_prompt_not_replayed: the same of the latest prompt.
         why_recorded_again: why the graphs were last dropped; `None` if they never were.
         why_not_fused: why small operations of decode steps run one by one where a kernel was tried; `None` if none
             failed. It is the same for all caches.
@@ -65,10 +67,12 @@ class JaxkvCacheStats:
     bytes: int
     leases_taken: int
     steps_replayed: int
+    prompts_replayed: int
     graphs_recorded: int
     graph_bytes: int
     graph_seconds: float
     why_not_replayed: str | None
+    why_prompt_not_replayed: str | None
     why_recorded_again: str | None
     why_not_fused: str | None
 
@@ -80,13 +84,13 @@ class CacheParts(NamedTuple):
         model: the model.
         plans: the cache needs of its layers.
         store: the pool.
-        graphs: the recorded decode steps.
+        graphs: the recorded steps.
     """
 
     model: PreTrainedModel
     plans: tuple[LayerPlan, ...]
     store: Store
-    graphs: DecodeGraphs
+    graphs: StepGraphs
 
 
 class JaxkvCache(Cache):
@@ -117,8 +121,8 @@ class JaxkvCache(Cache):
             than a page reuses nothing. Smaller pages match more tokens and make longer page tables.
         max_sequences: rows at once, those of forks included, for models with recurrent layers; there are twice as many
             states. States that rows leave free keep the ends of texts, at most `max_sequences` of them.
-        graphs: whether decode steps are recorded as CUDA graphs and replayed, where they can be (docs/how-to/
-            transformers.md). `stats()` has the reason where steps are not replayed. On a CPU there are no graphs.
+        graphs: whether decode steps and short prompts are recorded as CUDA graphs and replayed, where they can be
+            (docs/how-to/transformers.md). `stats()` has the reason where they are not. On a CPU there are no graphs.
 
     Raises:
         Unsupported: the model is not causal, has layers whose state the cache cannot store, or is on several devices.
@@ -161,7 +165,7 @@ class JaxkvCache(Cache):
         plans: tuple[LayerPlan, ...],
         sequences: Sequences,
         dtype: torch.dtype,
-        graphs: DecodeGraphs,
+        graphs: StepGraphs,
     ) -> None:
         self._model, self._plans, self._sequences, self._dtype = model, plans, sequences, dtype
         self._graphs = graphs
@@ -198,10 +202,12 @@ class JaxkvCache(Cache):
             bytes=self._store.num_bytes,
             leases_taken=self._store.leases_taken,
             steps_replayed=self._graphs.num_replays,
+            prompts_replayed=self._graphs.num_prompts,
             graphs_recorded=self._graphs.num_recordings,
             graph_bytes=self._graphs.num_bytes(),
             graph_seconds=self._graphs.seconds,
             why_not_replayed=self._graphs.why_not,
+            why_prompt_not_replayed=self._graphs.why_not_prompt,
             why_recorded_again=self._graphs.why_again,
             why_not_fused=why_not_fused(),
         )
@@ -361,7 +367,9 @@ class JaxkvCache(Cache):
         # Leased first: if that fails, nothing has changed.
         lease = self._store.borrow()
         try:
-            real, left_out, reused = place(call, self._model, self._sequences, lease)
+            real, left_out, reused = place(
+                call, self._model, self._graphs.known, self._sequences, lease
+            )
         except BaseException:
             # At most whole pages were copied.
             self._store.give_back(lease)
@@ -397,10 +405,8 @@ class JaxkvCache(Cache):
         if step.fixed is not None:
             # A recording calls the forward, in which another wrapper may call this again.
             return None
-        states, out = self._states, None
-        if step.num_queries == 1:
-            out = self._graphs.replay(forward, arguments, self._sequences, self._running)
-        states.end_replay(replayed=out is not None)
+        out = self._graphs.replay(forward, arguments, self._sequences, self._running)
+        self._states.end_replay(replayed=out is not None)
         return out
 
     def end(self, *, failed: bool) -> None:
@@ -459,10 +465,10 @@ def _detach(undo: list[Callable[[], None]], sequences: Sequences) -> None:
     sequences.release()
 
 
-def _graphs(model: PreTrainedModel, store: Store, wanted: bool) -> DecodeGraphs:
+def _graphs(model: PreTrainedModel, store: Store, wanted: bool) -> StepGraphs:
     recorder = recorder_for(store.device)
     if not wanted:
         recorder = "the cache was made with graphs=False"
     if isinstance(recorder, str):
-        return DecodeGraphs(model, store, None, recorder)
-    return DecodeGraphs(model, store, recorder)
+        return StepGraphs(model, store, None, recorder)
+    return StepGraphs(model, store, recorder)

@@ -1,7 +1,7 @@
 """Checksums of the bits of tensors, computed on the tensors' devices."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
@@ -12,19 +12,23 @@ _SUMS = 8
 """Sums of a row; cuBLAS computes no fewer."""
 _FEWEST = 17
 """Rows that cuBLAS needs at least."""
-_PENDING = 1 << 26
+_PENDING = 1 << 24
 """Bytes of sums that are held before they are summed up again."""
 _WORDS = 1 << 16
 """Most words of 32 bits in the last sum, which needs a factor for each; more than `_FEWEST` rows."""
 
 
-def checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def checksums(
+    tensors: Sequence[torch.Tensor],
+    sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+) -> tuple[int, ...]:
     """Returns integers that change if any bit of a tensor changes, with a collision chance of about 2**-32.
 
-    Uses CRC-32 on the CPU and `sum_on_device` elsewhere. Every byte is read once. The host waits once per device.
+    Uses CRC-32 on the CPU. Every byte is read once. The host waits once per device.
 
     Args:
         tensors: dense tensors of any dtype and shape, on any devices. They are not changed.
+        sum_parts: computes the checksum of the others on a device; `None` for `sum_on_device`.
     """
     found: list[int] = []
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
@@ -35,7 +39,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
             found.append(zlib.crc32(raw.numpy()))
         else:
             elsewhere.setdefault(raw.device, []).append(raw)
-    return (*found, *(int(sum_on_device(parts)) for parts in elsewhere.values()))
+    return (*found, *(int((sum_parts or sum_on_device)(parts)) for parts in elsewhere.values()))
 
 
 def sum_on_device(parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -49,10 +53,14 @@ def sum_on_device(parts: Iterable[torch.Tensor]) -> torch.Tensor:
         parts: uint8 [bytes], on one device.
     """
     pending: list[torch.Tensor] = []
+    size = 0
     for raw in parts:
-        pending += _summed(raw)
-        if sum(part.numel() for part in pending) > _PENDING:
+        summed = _summed(raw)
+        pending += summed
+        size += sum(part.numel() for part in summed)
+        if size > _PENDING:
             pending = _summed(torch.cat(pending))
+            size = sum(part.numel() for part in pending)
     everything = torch.cat(pending)
     while everything.numel() > 4 * _WORDS:
         everything = torch.cat(_summed(everything))

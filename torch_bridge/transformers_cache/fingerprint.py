@@ -1,36 +1,16 @@
 """Fingerprint of everything in a model that its keys and values depend on; decides if cached prefixes are valid."""
 
-import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, is_dataclass
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from torch_bridge.own_forward import OwnForward
-from torch_bridge.transformers_cache.checksum import checksums
-from torch_bridge.transformers_cache.watch import Hook
+from torch_bridge.transformers_cache.checksum import checksums, sum_on_device
+from torch_bridge.transformers_cache.model_reading import ModelReading
 
 _TURNS_WITH_LENGTH = ("dynamic", "longrope")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_PLAIN_TYPES = frozenset(_PLAIN)
-_DICTS = frozenset((dict, OrderedDict))
-_COMPUTED_WITH = {
-    "training",
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-}
-_MACHINERY = set(vars(torch.nn.Module())) - _COMPUTED_WITH
-"""Attributes of every module that do not change what its forward returns."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +28,51 @@ class Fingerprint:
     objects: tuple[object, ...] = field(compare=False)
 
 
-def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """Returns the model's fingerprint, which changes if the same tokens may give other keys.
+class KnownModel:
+    """A model whose fingerprint is asked for again and again; it is walked anew only if it holds other objects.
 
-    It covers every element of all parameters, buffers, other tensors and NumPy arrays of the modules; their plain
-    attributes, and containers, dataclasses and namespaces of them; configs, training mode, structure and autocast; and
-    the `forward` of the modules' classes. Hooks, replaced functions and all other objects are compared by identity. A
-    change inside such an object (a closure, for example) or of global state is not seen. All weights are read once, and
-    the host waits for the result.
+    Args:
+        model: the model.
+        sum_parts: computes the checksum of tensors' bytes on a device.
     """
-    reading = _Reading()
-    reading.visit(model)
-    reading.values.append(autocast())
-    return Fingerprint(tuple(reading.values), checksums(reading.tensors), tuple(reading.objects))
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] = sum_on_device,
+    ) -> None:
+        self._model, self._sum_parts = model, sum_parts
+        self._latest: ModelReading | None = None
+
+    def fingerprint(self) -> Fingerprint:
+        """Returns the model's fingerprint, which changes if the same tokens may give other keys.
+
+        It covers every element of all parameters, buffers, other tensors and NumPy arrays of the modules; their plain
+        attributes, and containers, dataclasses and namespaces of them; configs, training mode, structure and autocast;
+        and the `forward` of the modules' classes. Hooks, replaced functions and all other objects are compared by
+        identity. A change inside such an object (a closure, for example) or of global state is not seen. All weights
+        are read once, and the host waits for the result.
+        """
+        reading = self._read()
+        sums = checksums(reading.tensors, self._sum_parts)
+        values = (*reading.values, *reading.versions(), autocast())
+        return Fingerprint(values, sums, tuple(reading.objects))
+
+    def structure(self) -> Fingerprint:
+        """Returns the fingerprint with the tensors' addresses, strides and devices in place of their bits.
+
+        It changes if a recording of the model's forward would compute something else than the forward. The weights are
+        not read. It keeps the tensors alive, so that no other tensor takes an address meanwhile.
+        """
+        reading = self._read()
+        settings = (torch.get_float32_matmul_precision(), torch.get_default_dtype())
+        values = (*reading.values, *reading.places(), *settings)
+        return Fingerprint(values, (), (*reading.objects, *reading.tensors))
+
+    def _read(self) -> ModelReading:
+        if self._latest is None or not self._latest.still_holds():
+            self._latest = ModelReading(self._model)
+        return self._latest
 
 
 def autocast() -> tuple[torch.dtype | None, ...]:
@@ -69,120 +81,6 @@ def autocast() -> tuple[torch.dtype | None, ...]:
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in kinds
-    )
-
-
-def structure(model: torch.nn.Module) -> Fingerprint:
-    """Returns the fingerprint with the tensors' addresses, strides and devices in place of their bits.
-
-    It changes if a recording of the model's forward would compute something else than the forward. The weights are not
-    read. It keeps the tensors alive, so that no other tensor takes an address meanwhile.
-    """
-    reading = _Reading(reads_bits=False)
-    reading.visit(model)
-    settings = (torch.get_float32_matmul_precision(), torch.get_default_dtype())
-    return Fingerprint((*reading.values, *settings), (), tuple(reading.objects))
-
-
-class _Reading:
-    """Accumulates the parts of a `Fingerprint` while it walks the model's attributes in order.
-
-    Args:
-        reads_bits: whether tensors are collected for a checksum; otherwise their addresses become values.
-    """
-
-    def __init__(self, *, reads_bits: bool = True) -> None:
-        self._reads_bits = reads_bits
-        self.values: list[Any] = []
-        self.tensors: list[torch.Tensor] = []
-        self.objects: list[object] = []
-        self._visited: dict[int, tuple[int, object]] = {}
-
-    def visit(self, found: Any) -> None:  # noqa: ANN401 - an attribute may be anything
-        if isinstance(found, _PLAIN):
-            self.values.append(found)
-            return
-        known = id(found) in self._visited
-        place, _ = self._visited.setdefault(id(found), (len(self._visited), found))
-        self.values.append((type(found), place))
-        if known:
-            return
-        if type(found) in _DICTS:
-            self._visit_mapping(found)
-        elif isinstance(found, torch.Tensor):
-            self._visit_tensor(found)
-        elif isinstance(found, torch.nn.Module | PreTrainedConfig):
-            # A copy, since another thread may add hooks to the model during the walk.
-            items = list(vars(found).items())
-            self._visit_items(_without_own(item for item in items if item[0] not in _MACHINERY))
-            if isinstance(found, torch.nn.Module):
-                self.visit(type(found).forward)
-        elif isinstance(found, Mapping):
-            self._visit_mapping(found)
-        elif isinstance(found, list | tuple | AbstractSet):
-            self._visit_items(enumerate(found))
-        elif isinstance(found, np.ndarray) and not found.dtype.hasobject:
-            # A copy of the bytes, since torch refuses negative strides and read-only memory.
-            self.values.append((str(found.dtype), found.shape))
-            raw = np.frombuffer(found.tobytes(), np.uint8).copy()
-            if self._reads_bits:
-                self.tensors.append(torch.from_numpy(raw))
-            else:
-                self.values.append(zlib.crc32(raw))
-        elif _is_record(found):
-            self._visit_items(list(vars(found).items()))
-        else:
-            self.objects.append(found)
-            self.values.append(id(found))
-
-    def _visit_mapping(self, found: Mapping[Any, Any]) -> None:
-        # A cache's own hooks do not change what the model computes.
-        items = [item for item in list(found.items()) if not isinstance(item[1], Hook)]
-        self._visit_items(items)
-
-    def _visit_items(self, items: Iterable[tuple[Any, Any]]) -> None:
-        # Most of a model's attributes are plain, and this runs for each new text.
-        append, visit = self.values.append, self.visit
-        for name, value in items:
-            if type(name) in _PLAIN_TYPES:
-                append(name)
-            else:
-                visit(name)
-            if type(value) in _PLAIN_TYPES:
-                append(value)
-            else:
-                visit(value)
-        append("end")
-
-    def _visit_tensor(self, tensor: torch.Tensor) -> None:
-        version = 0 if tensor.is_inference() or not self._reads_bits else tensor._version
-        self.values.append((tensor.dtype, tensor.shape, version))
-        if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                self.visit(getattr(tensor, name))
-        elif tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
-            # The bits cannot be read, so a new object makes the fingerprint differ from every other.
-            self.values.append(object())
-        elif self._reads_bits:
-            self.tensors.append(tensor)
-        else:
-            self.values.append((tensor.data_ptr(), tensor.stride(), tensor.device))
-            self.objects.append(tensor)
-
-
-def _without_own(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields attributes without a cache's own `forward`, which changes nothing that the model computes."""
-    for name, value in items:
-        if not isinstance(value, OwnForward):
-            yield name, value
-        elif value.inner is not None:
-            yield name, value.inner
-
-
-def _is_record(found: object) -> bool:
-    """Whether an object is a plain record of attributes: a namespace or a dataclass instance."""
-    return isinstance(found, SimpleNamespace) or (
-        is_dataclass(found) and not isinstance(found, type) and hasattr(found, "__dict__")
     )
 
 

@@ -4,14 +4,18 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from torch_bridge.sharing.leases import Lease
-from torch_bridge.transformers_cache.fingerprint import fingerprint, turns_with_length
+from torch_bridge.transformers_cache.fingerprint import KnownModel, turns_with_length
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.store import Store
 
 
 def place(
-    call: ForwardCall, model: PreTrainedModel, sequences: Sequences, lease: Lease
+    call: ForwardCall,
+    model: PreTrainedModel,
+    known: KnownModel,
+    sequences: Sequences,
+    lease: Lease,
 ) -> tuple[np.ndarray, int, int]:
     """Appends a forward's columns to the rows; opens the rows if there are none.
 
@@ -25,7 +29,7 @@ def place(
     """
     if not sequences.rows or call.shape[1] > 1:
         # One token after others is a decode step; the model is assumed unchanged since the step before.
-        notice_changes(model, sequences.store)
+        notice_changes(model, known, sequences.store)
     left_out = 0
     if sequences.rows:
         if call.shape[0] != len(sequences.rows):
@@ -42,13 +46,13 @@ def place(
     return real, left_out, reused
 
 
-def notice_changes(model: PreTrainedModel, store: Store) -> None:
+def notice_changes(model: PreTrainedModel, known: KnownModel, store: Store) -> None:
     """Clears the prefix index if the model's fingerprint has changed.
 
     Rows that began before the change publish no more pages.
     """
     if not store.index.why_never and not turns_with_length(model):
-        store.notice(fingerprint(model))
+        store.notice(known.fingerprint())
 
 
 def _begin_rows(

@@ -21,6 +21,7 @@ from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.tables import (
     FixedGroup,
+    FixedPrompt,
     FixedTables,
     GroupTables,
     NotRecordable,
@@ -54,7 +55,8 @@ class Step:
         packed: the model receives the rows' tokens in one line of a batch of one, row after row, without padding.
 
     Attributes:
-        lease, attends_pages, fixed: as given.
+        lease, attends_pages, fixed, packed: as given.
+        new: number of new tokens of each row, int [rows].
         num_rows, num_queries: shape of the batch that the model receives.
         num_tokens: new tokens, without padding.
         num_columns: cached columns before the step; raises when it is computed with, in a step that a graph records.
@@ -76,16 +78,16 @@ class Step:
         packed: bool = False,
     ) -> None:
         self._sequences = sequences
-        self._packed = packed
         self._real = real
         self._device = sequences.store.device
         self._tables: dict[str, GroupTables] = {}
         self._places: dict[str, torch.Tensor] = {}
         self.lease = lease
         self.attends_pages = attends_pages
-        self.fixed = fixed
+        self.fixed, self.packed = fixed, packed
+        self.new = real.sum(axis=1)
         self.num_rows, self.num_queries = real.shape
-        self.num_tokens = int(real.sum())
+        self.num_tokens = int(self.new.sum())
         self.is_dense = self.num_tokens == real.size
         self.decodes = self.is_dense and self.num_queries == 1 and not packed
         self.launches: dict[Hashable, Callable[..., Any] | None] = {}
@@ -154,8 +156,7 @@ class Step:
             return self.fixed.groups[group.name]
         found = self._tables.get(group.name)
         if found is None:
-            new = self._real.sum(axis=1)
-            found = self._tables[group.name] = GroupTables(group, self._sequences, new)
+            found = self._tables[group.name] = GroupTables(group, self._sequences, self.new)
         return found
 
     def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,6 +168,16 @@ class Step:
         spec = self._group_of[layer].spec
         assert isinstance(spec, PagedSpec)
         return spec.window
+
+    @property
+    def fixed_prompt(self) -> FixedPrompt | None:
+        """Bounds and padding at fixed addresses, in a prompt that a graph records."""
+        return None if self.fixed is None else self.fixed.prompt
+
+    @property
+    def ends_in_tokens(self) -> bool:
+        """Whether the last column has a token of each row."""
+        return bool(self._real[:, -1].all())
 
     @cached_property
     def tokens(self) -> torch.Tensor:
@@ -189,8 +200,10 @@ class Step:
     @cached_property
     def cu_q_lens(self) -> torch.Tensor:
         """Offsets of each row's tokens among the step's packed tokens, int32 [rows + 1]."""
+        if self.fixed_prompt is not None:
+            return self.fixed_prompt.cu_q_lens
         bounds = np.zeros(self.num_rows + 1, np.int32)
-        np.cumsum(self._real.sum(axis=1), out=bounds[1:])
+        np.cumsum(self.new, out=bounds[1:])
         return torch.from_numpy(bounds).to(self._device, copy=True)
 
     @cached_property
@@ -206,9 +219,16 @@ class Step:
         """
         if self.decodes:
             return values.squeeze(2)
-        if self._packed:
+        if self.packed:
             return values[0].transpose(0, 1)
         flat = values.transpose(1, 2).reshape(-1, values.shape[1], values.shape[3])
+        return flat if self.is_dense else flat[self.tokens]
+
+    def pack_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Packs one number per column, [rows or 1, queries], to [tokens]; in a packed step they are [1, tokens]."""
+        if self.packed:
+            return numbers[0]
+        flat = numbers.expand(self.num_rows, -1).reshape(-1)
         return flat if self.is_dense else flat[self.tokens]
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
@@ -218,7 +238,10 @@ class Step:
         """
         if self.decodes:
             return values.unsqueeze(1)
-        if self._packed:
+        if self.fixed_prompt is not None:
+            # Kernels leave what belongs to no row as it was in memory.
+            values = values.masked_fill(self.fixed_prompt.is_padding[:, None, None], 0)
+        if self.packed:
             return values.unsqueeze(0)
         shape = (self.num_rows, self.num_queries, *values.shape[1:])
         if self.is_dense:
@@ -287,8 +310,8 @@ class Step:
     def _find_write(
         self, layer: int, packed: list[torch.Tensor], pools: tuple[torch.Tensor, ...]
     ) -> Callable[..., Any] | None:
-        """Returns a function that launches the write kernel for keys and values; decode steps only, else `None`."""
-        if not self.decodes or any(
+        """Returns a function that launches the write kernel; `None` without one, and for a prompt that runs once."""
+        if not (self.decodes or self.fixed_prompt is not None) or any(
             rows.dtype != pages.dtype for rows, pages in zip(packed, pools, strict=True)
         ):
             return None

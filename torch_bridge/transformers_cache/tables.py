@@ -3,7 +3,7 @@
 `GroupTables` makes them from the rows. `FixedTables` are tensors that a recorded step reads at fixed addresses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from jaxkv.cache.spec import Group
+from torch_bridge.ops.direct import Plan
 from torch_bridge.sharing.dlpack import from_torch
 from torch_bridge.transformers_cache.sequences import Sequences
 
@@ -26,6 +27,10 @@ class GroupTables:
         group: the group of layers.
         sequences: the rows, whose counts include the step's tokens.
         new: int [rows], number of new tokens.
+
+    Attributes:
+        pages: page table on the host, int32 [rows, width]; page 0 behind a row's last page.
+        slots_of_new: slot of each new token on the host, row after row, int [tokens].
     """
 
     def __init__(self, group: Group, sequences: Sequences, new: np.ndarray) -> None:
@@ -34,14 +39,14 @@ class GroupTables:
         self._page_size = group.page_size
         pages = [allocator.pages(row.number, group.name) for row in rows]
         # The table is padded with page 0; masks and lengths exclude the padding.
-        self._pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
-        for line, held in zip(self._pages, pages, strict=True):
+        self.pages = np.zeros((len(rows), max(1, *map(len, pages))), np.int32)
+        for line, held in zip(self.pages, pages, strict=True):
             line[: len(held)] = held
         # Tokens that are computed again for recurrent layers alone have their pages in the prefix index.
         held = [allocator.held(row.number).covered.get(group.name, 0) for row in rows]
         self._past_end = allocator.pool(group.name).num_total * group.page_size
         lengths = np.array([row.num_tokens for row in rows])
-        self._slots = self._slots_of_last(lengths, new, np.array(held))
+        self.slots_of_new = self._slots_of_last(lengths, new, np.array(held))
 
     def _slots_of_last(
         self, lengths: np.ndarray, new: np.ndarray, covered: np.ndarray
@@ -56,7 +61,7 @@ class GroupTables:
         row = np.repeat(np.arange(len(new)), new)
         before = np.cumsum(new) - new
         token = np.arange(len(row)) + np.repeat(lengths - new - before, new)
-        slots = self._pages[row, token // self._page_size] * self._page_size + (
+        slots = self.pages[row, token // self._page_size] * self._page_size + (
             token % self._page_size
         )
         return np.where(token < covered[row], self._past_end, slots)
@@ -64,32 +69,32 @@ class GroupTables:
     @cached_property
     def written(self) -> torch.Tensor | None:
         """Indices of the new tokens that are written, int64 [written]; `None` if all are."""
-        if (self._slots < self._past_end).all():
+        if (self.slots_of_new < self._past_end).all():
             return None
-        return upload(np.flatnonzero(self._slots < self._past_end), self._device)
+        return upload(np.flatnonzero(self.slots_of_new < self._past_end), self._device)
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """Slot of each new token, row after row, int64 [tokens]; past the last page for those not written."""
-        return upload(self._slots, self._device)
+        return upload(self.slots_of_new, self._device)
 
     @cached_property
     def narrow_slots(self) -> torch.Tensor:
         """`slots` as int32, for the ops."""
-        return torch.from_numpy(self._slots.astype(np.int32)).to(self._device, copy=True)
+        return torch.from_numpy(self.slots_of_new.astype(np.int32)).to(self._device, copy=True)
 
     def places(self, token_of_column: torch.Tensor) -> torch.Tensor:
         """Returns the slot of each column's token, int64 [rows, columns]."""
-        pages = upload(self._pages, self._device)
+        pages = upload(self.pages, self._device)
         page = pages.gather(1, token_of_column // self._page_size)
         return page * self._page_size + token_of_column % self._page_size
 
     @cached_property
     def page_table(self) -> torch.Tensor:
         """Page table for the ops, int32 [rows, width]; the width is padded, so that few programs are compiled."""
-        rows, width = self._pages.shape
+        rows, width = self.pages.shape
         wide = np.zeros((rows, padded(width, _SMALLEST_TABLE)), np.int32)
-        wide[:, :width] = self._pages
+        wide[:, :width] = self.pages
         return torch.from_numpy(wide).to(self._device, copy=True)
 
     @cached_property
@@ -104,7 +109,7 @@ class FixedGroup:
 
     Attributes:
         page_table: int32 [rows, width].
-        narrow_slots: slot of each row's new token, int32 [rows]; past the last page for a padding row.
+        narrow_slots: slot of each new token, int32 [tokens]; past the last page for padding.
         slots: the same as int64.
     """
 
@@ -131,18 +136,35 @@ class FixedStates:
 
 
 @dataclass(frozen=True)
+class FixedPrompt:
+    """What a recorded prompt reads beside the tables of a decode step.
+
+    Attributes:
+        cu_q_lens: bounds of each row's tokens among the packed ones, int32 [rows + 1].
+        is_padding: which of the packed tokens belong to no row, bool [tokens].
+        tiles: returns the results of an attention kernel's plan at fixed addresses.
+    """
+
+    cu_q_lens: torch.Tensor
+    is_padding: torch.Tensor
+    tiles: Callable[[Plan], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
 class FixedTables:
-    """What a recorded decode step reads in place of tables made from the rows.
+    """What a recorded step reads in place of tables made from the rows.
 
     Attributes:
         seq_lens: tokens of each row, the step's included, int32 [rows]; 0 for a padding row.
         groups: name of a paged group -> its tables.
         states: name of a group of states -> its ids.
+        prompt: what a packed prompt has beside these; `None` in a decode step.
     """
 
     seq_lens: torch.Tensor
     groups: Mapping[str, FixedGroup]
     states: Mapping[str, FixedStates]
+    prompt: FixedPrompt | None = None
 
 
 class NotRecordable(RuntimeError):

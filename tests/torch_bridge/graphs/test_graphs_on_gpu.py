@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from jaxkv.cache.state import Cache
 from tests.torch_bridge.tiny import check, greedy, prompts
 from torch_bridge import JaxkvCache
-from torch_bridge.graphs import recorder
+from torch_bridge.graphs import recorder, step_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 CUDA = "cuda"
@@ -37,6 +37,12 @@ def model_of(layers=2, seed=0, **more):
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, **more})).to(CUDA, torch.bfloat16).eval()
     model.set_attn_implementation("jaxkv")
     return model
+
+
+@pytest.fixture(autouse=True)
+def decode_steps_alone(monkeypatch):
+    """Leaves prompts to the ordinary forward; `test_prompts_on_gpu.py` replays them."""
+    monkeypatch.setattr(step_graphs, "MOST_PROMPT_TOKENS", 0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from tests.torch_bridge.tiny import prompts, tiny_model
 from torch_bridge.graphs.replayed_forward import ReplayedForward, install
-from torch_bridge.transformers_cache.fingerprint import fingerprint, structure
+from torch_bridge.transformers_cache.fingerprint import KnownModel
 
 pytestmark = pytest.mark.torch
 
@@ -117,36 +117,36 @@ def test_it_does_not_keep_the_model_alive(llama):
 
 
 def test_the_fingerprint_and_the_structure_are_the_same_with_it(llama):
-    before = fingerprint(llama), structure(llama)
+    before = KnownModel(llama).fingerprint(), KnownModel(llama).structure()
     undo = install(llama)
-    assert (fingerprint(llama), structure(llama)) == before
+    assert (KnownModel(llama).fingerprint(), KnownModel(llama).structure()) == before
     undo()
-    assert (fingerprint(llama), structure(llama)) == before
+    assert (KnownModel(llama).fingerprint(), KnownModel(llama).structure()) == before
     llama.forward = lambda *args: None
-    changed = structure(llama)
+    changed = KnownModel(llama).structure()
     undo = install(llama)
-    assert structure(llama) == changed != before[1]
+    assert KnownModel(llama).structure() == changed != before[1]
     undo()
 
 
 def test_the_structure_is_that_of_attributes_and_addresses_not_of_values(llama):
-    before = structure(llama)
+    before = KnownModel(llama).structure()
     with torch.no_grad():
         llama.lm_head.weight.mul_(2)
-    assert structure(llama) == before
+    assert KnownModel(llama).structure() == before
     llama.lm_head.weight.data = llama.lm_head.weight.data.clone()
-    moved = structure(llama)
+    moved = KnownModel(llama).structure()
     assert moved != before
     llama.model.layers[0].self_attn.scaling = 0.3
-    assert structure(llama) != moved
+    assert KnownModel(llama).structure() != moved
 
 
 def test_the_structure_keeps_what_it_compares_by_identity(llama):
     mlp = llama.model.layers[0].mlp
     mlp.forward, mlp.table = (lambda x: x), [torch.ones(2)]
     kept = weakref.ref(mlp.forward), weakref.ref(mlp.table[0])
-    before = structure(llama)
+    before = KnownModel(llama).structure()
     del mlp.forward, mlp.table
     gc.collect()
     assert None not in [one() for one in kept]
-    assert structure(llama) != before
+    assert KnownModel(llama).structure() != before

@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_bridge.tiny import check, greedy, prompts, tiny_model
 from torch_bridge import JaxkvCache
-from torch_bridge.transformers_cache.fingerprint import fingerprint
+from torch_bridge.transformers_cache.fingerprint import KnownModel
 
 pytestmark = pytest.mark.torch
 
@@ -154,6 +154,55 @@ def test_no_key_of_the_model_before_a_change_is_reused(model, change):
     check(cache)
 
 
+def rename_an_attribute(model):
+    own = vars(attention(model))
+    own["other"] = own.pop("scaling")
+
+
+def turn_the_hooks_round(model):
+    hooks = model.model.norm._forward_hooks
+    hooks.move_to_end(next(iter(hooks)))
+
+
+def replace_the_attributes(model):
+    norm = model.model.norm
+    vars(norm).update(vars(norm) | {"variance_epsilon": 3.0})
+    norm.__dict__ = dict(vars(norm))
+
+
+OTHERS = {
+    "dtype": lambda model: model.to(torch.float64),
+    "other tensor": lambda model: setattr(
+        attention(model).k_proj, "weight", torch.nn.Parameter(key_weight(model).detach() * 2)
+    ),
+    "training mode": lambda model: model.model.train(),
+    "class": lambda model: setattr(model.model.norm, "__class__", torch.nn.Identity),
+    "listed": lambda model: attention(model).o_proj.listed.append(1.5),
+    "renamed": rename_an_attribute,
+    "order of hooks": turn_the_hooks_round,
+    "attributes": replace_the_attributes,
+    "attention": lambda model: model.set_attn_implementation("eager"),
+    "removed": lambda model: delattr(attention(model), "scaling"),
+}
+COMPARED = CHANGES | OTHERS
+
+
+@pytest.mark.parametrize("change", [name for name in COMPARED if name != "NumPy array"])
+def test_a_walk_is_left_out_only_where_it_would_find_the_same(model, change):
+    attention(model).o_proj.array = None
+    for factor in (1.0, 2.0):
+        model.model.norm.register_forward_hook(lambda *call, factor=factor: call[-1] * factor)
+    known = KnownModel(model)
+    before, where = known.fingerprint(), known.structure()
+    reading = known._latest
+    assert (known.fingerprint(), known.structure()) == (before, where)
+    assert known._latest is reading
+    COMPARED[change](model)
+    fresh = KnownModel(model)
+    assert known.fingerprint() == fresh.fingerprint() != before
+    assert known.structure() == fresh.structure()
+
+
 def test_no_key_is_reused_after_the_forward_of_a_class_was_replaced(model, monkeypatch):
     ids, mask = prompts(1, 40)
     cache = JaxkvCache(model, max_tokens=256)
@@ -210,21 +259,20 @@ def test_keys_of_a_merge_that_was_undone_within_a_row_are_no_prefix(model):
 
 def test_another_cache_of_the_model_or_a_forward_changes_no_fingerprint(model):
     ids, mask = prompts(1, 40)
-    before = fingerprint(model)
+    known = KnownModel(model)
+    before = known.fingerprint()
     cache = JaxkvCache(model, max_tokens=256)
     greedy(model, ids, mask, 3, past_key_values=cache)
     greedy(model, ids, mask, 3)
-    assert fingerprint(model) == before
+    assert known.fingerprint() == before
     del cache
-    assert fingerprint(model) == before
+    assert known.fingerprint() == before
 
 
 def test_tokens_after_the_first_read_no_weights_for_the_fingerprint(model, monkeypatch):
     read = []
-    monkeypatch.setattr(
-        "torch_bridge.transformers_cache.placing.fingerprint",
-        lambda model: read.append(model) or fingerprint(model),
-    )
+    plain = KnownModel.fingerprint
+    monkeypatch.setattr(KnownModel, "fingerprint", lambda known: read.append(known) or plain(known))
     ids, mask = prompts(1, 40)
     cache = JaxkvCache(model, max_tokens=256)
     greedy(model, ids, mask, 20, past_key_values=cache)
@@ -234,4 +282,5 @@ def test_tokens_after_the_first_read_no_weights_for_the_fingerprint(model, monke
 def test_what_cannot_be_read_is_never_the_same_twice():
     module = torch.nn.Module()
     module.register_buffer("held", torch.zeros(4, device="meta"))
-    assert fingerprint(module) != fingerprint(module)
+    known = KnownModel(module)
+    assert known.fingerprint() != known.fingerprint()

@@ -23,12 +23,13 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def cache_of(monkeypatch):
-    """Makes caches whose decode steps are frozen on the CPU."""
+    """Makes caches whose decode steps are frozen on the CPU. Prompts, which are slow to freeze, are not."""
 
     def make(model, **options):
         model.set_attn_implementation("jaxkv")
         return JaxkvCache(model, **{"max_tokens": 512, "graphs": True, **options})
 
+    monkeypatch.setattr("torch_bridge.graphs.step_graphs.MOST_PROMPT_TOKENS", 0)
     monkeypatch.setattr(
         "torch_bridge.transformers_cache.cache.recorder_for", lambda device: FrozenRecorder()
     )
@@ -638,7 +639,7 @@ def test_recordings_are_freed_once_the_stream_of_the_last_replay_is_done(cache_o
     ids, mask = prompts(1, 12)
     greedy(model, ids, mask, 3, past_key_values=cache)
     recordings = cache._graphs._recordings
-    cache._graphs._latest.append(Stream())
+    cache._graphs._order._latest = Stream()
     cache._graphs.drop("a reason")
     assert waits == [1]
     cache.reset()

@@ -1,21 +1,17 @@
-"""`DecodeGraphs`: the recorded decode steps of one pool, by number of rows, shared by a cache and its forks."""
+"""`StepGraphs`: the recorded decode steps and prompts of one pool, by size, shared by a cache and its forks."""
 
 import inspect
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from torch_bridge.graphs.call_form import CallForm, form_of
-from torch_bridge.graphs.decode_inputs import DecodeInputs
+from torch_bridge.graphs.call_form import LOGITS_TO_KEEP, CallForm, form_of
 from torch_bridge.graphs.model_state import (
     CHANGED,
     MOVED,
@@ -23,36 +19,30 @@ from torch_bridge.graphs.model_state import (
     why_not_now,
     why_unrecordable,
 )
-from torch_bridge.graphs.recorded_states import RecordedStates
-from torch_bridge.graphs.recorder import Pools, Recorded, Recorder
+from torch_bridge.graphs.recorded_step import (
+    MOST_PROMPT_ROWS,
+    MOST_PROMPT_TOKENS,
+    Outputs,
+    RecordedStep,
+    StepShape,
+    record_step,
+)
+from torch_bridge.graphs.recorded_sum import RecordedSum
+from torch_bridge.graphs.recorder import Pools, Recorder
+from torch_bridge.graphs.replay_order import ReplayOrder
 from torch_bridge.transformers_cache.cache_layers import Running
-from torch_bridge.transformers_cache.fingerprint import turns_with_length
+from torch_bridge.transformers_cache.fingerprint import KnownModel, turns_with_length
 from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.step import Step
 from torch_bridge.transformers_cache.store import Store
-from torch_bridge.transformers_cache.tables import padded
 
-Outputs = Any
-"""What a model's forward returns."""
+_Key = tuple[StepShape, CallForm]
 
 
-@dataclass
-class _Recording:
-    """One recorded step: its inputs, its work, and the form of its outputs, in which tensors are results.
+class StepGraphs:
+    """Records the decode steps and short prompts of one model on one pool, and replays them.
 
-    Attributes:
-        kept: objects whose memory the graph reads, such as constants of kernels.
-    """
-
-    inputs: DecodeInputs
-    work: Recorded
-    form: pytree.TreeSpec
-    leaves: list[Any]
-    kept: object
-
-
-class DecodeGraphs:
-    """Records the decode steps of one model on one pool, and replays them.
+    A decode step is recorded when its shape is first met, and a prompt the second time.
 
     Args:
         model: the model.
@@ -61,9 +51,12 @@ class DecodeGraphs:
         why_not: why there can be none.
 
     Attributes:
+        known: the model, for its fingerprints.
         why_not: why the latest decode step was not replayed; `None` if it was, or if there was none.
+        why_not_prompt: the same of the latest prompt, or forward of several tokens per row.
         why_again: why the recordings were last dropped; `None` if they never were.
-        num_replays, num_recordings, seconds: steps replayed, steps recorded, and the time that recording took.
+        num_replays, num_prompts: decode steps and prompts replayed.
+        num_recordings, seconds: steps and prompts recorded, and the time that it took.
     """
 
     def __init__(
@@ -76,25 +69,31 @@ class DecodeGraphs:
         if recorder is not None:
             why_not = _why_never(model)
             recorder = recorder if why_not is None else None
-        self.why_not, self.why_again = why_not, None
-        self.num_replays = self.num_recordings = 0
+        self.why_not = self.why_not_prompt = why_not
+        self.why_again: str | None = None
+        self.num_replays = self.num_prompts = self.num_recordings = 0
         self.seconds = 0.0
         self._model, self._store, self._recorder = model, store, recorder
-        self._recordings: dict[tuple[int, CallForm], _Recording] = {}
-        self._refused: dict[tuple[int, CallForm], str] = {}
+        self._order = ReplayOrder(store.device)
+        self._sum = RecordedSum(recorder, self._order)
+        self.known = KnownModel(model, self._sum)
+        self._recordings: dict[_Key, RecordedStep] = {}
+        self._refused: dict[_Key, str] = {}
+        self._met: deque[_Key] = deque(maxlen=_MAX_RECORDINGS)
         self._state: ModelState | None = None
         self._forward: Callable[..., Outputs] = model.forward
         self._is_new_text = True
         # A state that a replay has advanced cannot be taken back, so the model is compared before each replay.
         self._has_states = bool(store.layout.state_groups)
-        self._names_positions = "position_ids" in inspect.signature(model.forward).parameters
+        names = inspect.signature(model.forward).parameters
+        self._names_positions = "position_ids" in names
+        self._keeps_logits = LOGITS_TO_KEEP in names
         self._lease_number = -1
         self._pointers: list[int] = []
-        self._latest: list[torch.cuda.Stream] = []
-        self._passing: set[tuple[int, CallForm]] = set()
+        self._passing: set[_Key] = set()
         self._tries_left = _MAX_TRIES
         # Replays may still read the inputs when they are freed.
-        weakref.finalize(self, _wait, self._latest).atexit = False
+        weakref.finalize(self, self._order.wait).atexit = False
 
     @property
     def can_replay(self) -> bool:
@@ -103,7 +102,9 @@ class DecodeGraphs:
 
     def num_bytes(self) -> int:
         """Returns the device memory that the graphs hold."""
-        return self._recorder.num_bytes() if self._recorder and self._recordings else 0
+        if self._recorder is None or not (self._recordings or self._sum.is_recorded):
+            return 0
+        return self._recorder.num_bytes()
 
     def notice_text(self) -> None:
         """Has the next decode step compare the whole model with its state at the recording.
@@ -126,7 +127,7 @@ class DecodeGraphs:
         if self._recordings or self._refused:
             self.why_again = reason
         if self._recordings:
-            _wait(self._latest)
+            self._order.wait()
         self._recordings.clear()
         self._refused.clear()
         self._passing.clear()
@@ -139,7 +140,7 @@ class DecodeGraphs:
         sequences: Sequences,
         running: Running,
     ) -> Outputs | None:
-        """Returns the outputs of the current decode step, or `None` if its forward must run.
+        """Returns the outputs of the current step, or `None` if its forward must run.
 
         Args:
             forward: the forward in whose place this is called. It is recorded, and not what has since been wrapped
@@ -152,11 +153,35 @@ class DecodeGraphs:
             return None
         step = running.step
         assert step is not None
-        form = self._form(arguments, step)
-        if isinstance(form, str):
-            self.why_not = form
+        shape = StepShape.of(step)
+        outputs = self._try_replay(forward, arguments, sequences, running, shape)
+        why = outputs if isinstance(outputs, str) else None
+        if shape.is_prompt:
+            self.why_not_prompt = why
+            self.num_prompts += why is None
+        else:
+            self.why_not = why
+            self.num_replays += why is None
+        if why is not None:
             return None
-        key = padded(step.num_rows, 1), form
+        step.unwritten.clear()
+        return outputs
+
+    def _try_replay(
+        self,
+        forward: Callable[..., Outputs],
+        arguments: Mapping[str, Any],
+        sequences: Sequences,
+        running: Running,
+        shape: StepShape,
+    ) -> Outputs | str:
+        """Returns the outputs of a replay, or the reason why there was none."""
+        step = running.step
+        assert step is not None
+        form = self._form(arguments, step, shape)
+        if isinstance(form, str):
+            return form
+        key = shape, form
         if forward != self._forward:
             self.drop(CHANGED)
             self._forward = forward
@@ -165,33 +190,59 @@ class DecodeGraphs:
             self._still_holds()
         recording = self._recordings.get(key)
         if recording is None and key not in self._refused:
-            self.why_not = self._why_no_more(form)
-            if self.why_not is not None:
-                return None
+            why = self._why_no_more(key)
+            if why is not None:
+                return why
             recording = self._record(key, arguments, sequences, running)
         if recording is None:
-            self.why_not = self._refused[key]
-            return None
-        outputs = self._run(recording, form, arguments, sequences, step)
+            return self._refused[key]
+        self._order.follow()
+        outputs = recording.replay(form, arguments, sequences, step)
         if not self._has_states and not self._still_holds():
             # The forward now runs after the replay and writes the same slots again.
-            self.why_not = self.why_again
-            return None
-        self.why_not = None
-        self.num_replays += 1
-        step.unwritten.clear()
+            return str(self.why_again)
         return outputs
 
-    def _form(self, arguments: Mapping[str, Any], step: Step) -> CallForm | str:
+    def _form(self, arguments: Mapping[str, Any], step: Step, shape: StepShape) -> CallForm | str:
         if not step.attends_pages and self._store.layout.paged_groups:
             return 'attention gathers the pages; call model.set_attn_implementation("jaxkv")'
-        if not step.decodes:
+        columns = 1
+        if shape.is_prompt:
+            why = self._why_no_prompt(arguments, step)
+            if why is not None:
+                return why
+            arguments = {name: arguments[name] for name in arguments if name != LOGITS_TO_KEEP}
+            columns = step.num_tokens if step.packed else step.num_queries
+        elif not step.decodes:
             return "a row of the step is padding"
-        if self._has_states and not step.num_columns:
+        elif self._has_states and not step.num_columns:
             return "the text has one token, from which recurrent layers begin"
         return why_not_now(self._model, self._store.device) or form_of(
-            arguments, step.num_rows, self._model.config, needs_positions=self._names_positions
+            arguments,
+            (1 if step.packed else step.num_rows, columns),
+            self._model.config,
+            needs_positions=self._names_positions,
         )
+
+    def _why_no_prompt(self, arguments: Mapping[str, Any], step: Step) -> str | None:
+        """Returns why a forward of several tokens per row is not one that is recorded, or `None`."""
+        if self._has_states:
+            return "recurrent layers compute prompts row by row"
+        if not (self._keeps_logits and self._names_positions):
+            return f"the model's forward takes no {LOGITS_TO_KEEP} or no position_ids"
+        rows = len(step.new)
+        if step.num_tokens > MOST_PROMPT_TOKENS or rows > MOST_PROMPT_ROWS:
+            return (
+                f"{step.num_tokens} new tokens in {rows} rows; at most {MOST_PROMPT_TOKENS} in {MOST_PROMPT_ROWS} rows "
+                f"are recorded"
+            )
+        # A packed step asks for the logits after each row's last token.
+        wanted = arguments.get(LOGITS_TO_KEEP)
+        if not step.packed and (type(wanted) is not int or wanted != 1):
+            return f"the call asks for other logits than the last, with {LOGITS_TO_KEEP}={wanted!r}"
+        if not step.packed and not step.ends_in_tokens:
+            return "a row ends in padding"
+        return None
 
     def _check_memory(self, step: Step) -> None:
         """Drops the recordings if weights or pools have moved."""
@@ -202,9 +253,14 @@ class DecodeGraphs:
         if self._state is not None and not self._state.has_same_memory():
             self.drop(MOVED)
 
-    def _why_no_more(self, form: CallForm) -> str | None:
-        """Returns why no further step is recorded, or `None`."""
-        known = [known for _, known in (*self._recordings, *self._refused)]
+    def _why_no_more(self, key: _Key) -> str | None:
+        """Returns why a step is not recorded now, or `None`."""
+        shape, form = key
+        if shape.is_prompt and key not in self._met:
+            self._met.append(key)
+            return f"the first prompt of at most {shape.tokens} new tokens is not recorded"
+        kinds = (*self._recordings, *self._refused)
+        known = [known for other, known in kinds if other.is_prompt == shape.is_prompt]
         if len(known) < _MAX_RECORDINGS:
             return None
         names = sorted(
@@ -226,42 +282,13 @@ class DecodeGraphs:
             self.drop(why)
         return why is None
 
-    def _run(
-        self,
-        recording: _Recording,
-        form: CallForm,
-        arguments: Mapping[str, Any],
-        sequences: Sequences,
-        step: Step,
-    ) -> Outputs:
-        self._follow_stream()
-        _fill(recording.inputs, arguments, sequences)
-        results = iter(recording.work.replay(step.lease))
-        rows = step.num_rows
-        cache = arguments[form.cache_name]
-        # Copies, since the next replay writes to the same memory.
-        leaves = [
-            next(results)[:rows].clone() if leaf is _TENSOR else cache if leaf is _CACHE else leaf
-            for leaf in recording.leaves
-        ]
-        return pytree.tree_unflatten(leaves, recording.form)
-
-    def _follow_stream(self) -> None:
-        """Orders torch's current stream after the previous replay, which used the same memory."""
-        if self._store.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self._store.device)
-        if self._latest and stream != self._latest[0]:
-            stream.wait_stream(self._latest[0])
-        self._latest[:] = [stream]
-
     def _record(
         self,
-        key: tuple[int, CallForm],
+        key: _Key,
         arguments: Mapping[str, Any],
         sequences: Sequences,
         running: Running,
-    ) -> _Recording | None:
+    ) -> RecordedStep | None:
         """Records the current step's forward for a number of rows; keeps the reason if that is impossible."""
         started = time.perf_counter()
         if self._state is not None:
@@ -269,7 +296,7 @@ class DecodeGraphs:
             self._is_new_text = True
             self._still_holds()
         if self._state is None:
-            self._state, self._is_new_text = ModelState(self._model), False
+            self._state, self._is_new_text = ModelState(self._model, self.known), False
         reason, recording = why_unrecordable(self._model), None
         if reason is None:
             try:
@@ -295,66 +322,28 @@ class DecodeGraphs:
 
     def _record_now(
         self,
-        key: tuple[int, CallForm],
+        key: _Key,
         arguments: Mapping[str, Any],
         sequences: Sequences,
         running: Running,
-    ) -> _Recording:
-        num_rows, form = key
-        store, ordinary = self._store, running.step
-        assert ordinary is not None
+    ) -> RecordedStep:
+        assert running.step is not None
         assert self._recorder is not None
-        self._pointers = _addresses(ordinary.lease)
-        self._lease_number = store.leases_taken
-        inputs = DecodeInputs(store.layout, store.allocator, num_rows, store.device)
-        _fill(inputs, arguments, sequences)
-        inputs.withhold_states()
-        forward, cache = self._forward, arguments[form.cache_name]
-        options = {name: value for name, _, value in form.options} | {form.cache_name: cache}
-        if self._names_positions:
-            options["position_ids"] = inputs.positions
-        made: list[Any] = []
-
-        def function(pools: Pools) -> list[torch.Tensor]:
-            inputs.update_tables()
-            leased = dict(pools)
-            step = Step(
-                sequences,
-                leased,  # pyright: ignore[reportArgumentType] - only its items are used
-                np.ones((num_rows, 1), bool),
-                attends_pages=True,
-                fixed=inputs.tables,
-            )
-            groups, ids = store.layout.state_groups, inputs.tables.states
-            states = RecordedStates(groups, leased, ids, cache.layers)
-            try:
-                with _as_current(running, step), torch.inference_mode(False), torch.no_grad():
-                    out = forward(input_ids=inputs.ids, **options)
-                    states.write_back()
-                step.check_complete()
-            finally:
-                states.drop()
-                # Layers keep the step, which must not keep views of the pools.
-                leased.clear()
-            leaves, spec = pytree.tree_flatten(out)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            odd = [list(one.shape) for one in tensors if one.ndim < 1 or len(one) != num_rows]
-            if odd or not tensors:
-                raise RuntimeError(f"its outputs {odd} have no entry per row")
-            marks = [
-                _TENSOR if isinstance(leaf, torch.Tensor) else _CACHE if leaf is cache else leaf
-                for leaf in leaves
-            ]
-            made[:] = [spec, marks, step.launches]
-            return tensors
-
-        work = self._recorder.record(function, ordinary.lease)
-        spec, marks, kept = made
-        return _Recording(inputs, work, spec, marks, kept)
+        self._pointers = _addresses(running.step.lease)
+        self._lease_number = self._store.leases_taken
+        return record_step(
+            *key,
+            arguments,
+            sequences,
+            running,
+            recorder=self._recorder,
+            forward=self._forward,
+            names_positions=self._names_positions,
+        )
 
 
 def _why_never(model: PreTrainedModel) -> str | None:
-    """Returns why no decode step of a model can be recorded, or `None`."""
+    """Returns why no step of a model can be recorded, or `None`."""
     if turns_with_length(model):
         return "the model's rotary angles depend on the length of the text"
     return None
@@ -366,7 +355,6 @@ _MAX_TRIES = 3
 _INVALIDATED = "previous error during capture"
 """Part of CUDA's message when another thread has broken a capture."""
 _UNSTABLE = "a forward replaces attributes of the model's modules, which a replay would not do"
-_TENSOR, _CACHE = object(), object()
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -380,30 +368,5 @@ _FAILURES = (
 runs next, and raises errors of its own."""
 
 
-def _wait(latest: list[torch.cuda.Stream]) -> None:
-    """Waits for the replays, which are ordered before the stream's; a device-wide wait breaks others' captures."""
-    for stream in latest:
-        stream.synchronize()
-
-
-def _fill(inputs: DecodeInputs, arguments: Mapping[str, Any], sequences: Sequences) -> None:
-    # A model that takes no positions is given none.
-    ids = arguments["input_ids"]
-    positions = arguments.get("position_ids")
-    inputs.fill(sequences.rows, ids, ids if positions is None else positions)
-
-
 def _addresses(pools: Pools) -> list[int]:
     return [view.data_ptr() for view in pools.values()]
-
-
-@contextmanager
-def _as_current(running: Running, step: Step) -> Iterator[None]:
-    """Makes a recorded step the current one of a cache and of the thread."""
-    before, running.step = running.step, step
-    step.enter()
-    try:
-        yield
-    finally:
-        step.leave()
-        running.step = before
