@@ -120,11 +120,16 @@ def test_a_kernel_of_somebody_else_behind_our_door_is_a_peer():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_wrong_implementation_is_not_timed(op, monkeypatch, capsys):
+def test_a_wrong_implementation_is_not_timed(op, monkeypatch):
     monkeypatch.setattr(pallas_kernels, op, broken(op))
     row = measure(op, EQUAL[op])["xla"]
     assert row["us"] is None
     assert row["refused"].startswith("WRONG")
+
+
+@pytest.mark.parametrize("op", NARROW)
+def test_the_command_fails_where_a_result_is_wrong(op, monkeypatch, capsys):
+    monkeypatch.setattr(pallas_kernels, op, broken(op))
     assert ops.main([op, "--case", EQUAL[op], "--implementation", "xla", "--seconds", "0.001"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -40,14 +40,28 @@ def test_vocab_and_merges_are_converted_without_running_code(directory, monkeypa
     assert f"AutoTokenizer.from_pretrained('{directory}').save_pretrained" in record.getMessage()
 
 
+NOT_UNDERSTOOD = r"tiktoken\.model but no tokenizer\.json, and Transformers cannot convert it: "
+
+
+def odd_files(folder):
+    (folder / "tiktoken.model").write_text("no base64\n")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.mark.slow
 @pytest.mark.torch
 def test_files_that_are_not_understood_are_refused(tmp_path):
-    (tmp_path / "tiktoken.model").write_text("no base64\n")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(
-        BadCheckpoint, match=r"tiktoken\.model but no tokenizer\.json, and Transformers cannot"
-    ) as caught:
-        load_tokenizer(tmp_path)
+    with pytest.raises(BadCheckpoint, match=NOT_UNDERSTOOD) as caught:
+        load_tokenizer(odd_files(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.torch
+def test_a_failed_conversion_says_why_and_what_it_may_need(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "_run", lambda *_: "ValueError: no\nbase64")
+    with pytest.raises(BadCheckpoint, match=NOT_UNDERSTOOD + "ValueError: no.*base64") as caught:
+        load_tokenizer(odd_files(tmp_path))
     assert "pip install 'transformers>=5' sentencepiece protobuf tiktoken" in str(caught.value)
     assert "\n" not in str(caught.value)
 
