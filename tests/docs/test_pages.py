@@ -73,8 +73,13 @@ def all_rows_differ(names):
 NEEDS_SERVER = ("docs/how-to/benchmark.md",)
 # Pages whose commands look into a server and a file.
 NEEDS_LOOKED_AT = ("docs/how-to/dashboard.md",)
-# Pages of many programs, which are compiled for one layer of the model.
-ONE_LAYER = ("docs/how-to/serve.md",)
+# Pages of many programs that show nothing of the whole model. They are compiled for one layer of it.
+ONE_LAYER = (
+    "docs/how-to/logits-processors.md",
+    "docs/how-to/quantisation.md",
+    "docs/how-to/serve.md",
+    "docs/structured.md",
+)
 # Pages that take ten seconds.
 LONG = ("docs/how-to/command-line.md", "docs/how-to/speculation.md", "docs/how-to/trainer.md")
 # Page -> what is checked once its blocks have run.
@@ -135,6 +140,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
         request.getfixturevalue("looked_at")
     if name in ONE_LAYER:
         one_layer_model(directory)
+        monkeypatch.setattr(default_model, "path", lambda: directory)
     models = dict.fromkeys(('"path/to/hf_dir"', f'"{ON_THE_HUB}"'), repr(str(directory)))
     replaced = models | SMALLER.get(name, {})
     for shown in SMALLER.get(name, {}):
