@@ -88,6 +88,29 @@ def test_generate_replays_packed_prompts(cache_of):
     stats = cache.stats()
     assert (stats.prompts_replayed, stats.why_prompt_not_replayed) == (1, None)
     assert stats.graphs_recorded == 1
+    greedy(model, ids, torch.ones_like(ids), 3, past_key_values=cache)
+    assert cache.stats().leases_taken == 1
+    check(cache)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("memory"), ValueError("model's own")])
+def test_a_recording_that_fails_after_its_writes_costs_no_token(cache_of, monkeypatch, error):
+    class Failing(FrozenRecorder):
+        def record(self, function, pools):
+            function(pools)
+            raise error
+
+    twin, model = shallow(), shallow()
+    cache = cache_of(model)
+    cache._graphs._recorder = Failing()
+    for number in range(3):
+        ids, mask = prompts(2, 20, (0, 3), seed=number)
+        wanted = greedy(twin, ids, mask, 1)
+        assert torch.equal(greedy(model, ids, mask, 1, past_key_values=cache), wanted)
+        cache.reset(keep_prefix=False)
+    stats = cache.stats()
+    assert str(error) in str(stats.why_prompt_not_replayed)
+    assert (stats.prompts_replayed, stats.graphs_recorded, stats.leases_taken) == (0, 0, 1)
     check(cache)
 
 
