@@ -175,6 +175,12 @@ OTHERS = {
     "other tensor": lambda model: setattr(
         attention(model).k_proj, "weight", torch.nn.Parameter(key_weight(model).detach() * 2)
     ),
+    "data of another dtype": lambda model: setattr(
+        key_weight(model), "data", key_weight(model).data.half()
+    ),
+    "data of another shape": lambda model: setattr(
+        key_weight(model), "data", key_weight(model).data.view(16, 64)
+    ),
     "training mode": lambda model: model.model.train(),
     "class": lambda model: setattr(model.model.norm, "__class__", torch.nn.Identity),
     "listed": lambda model: attention(model).o_proj.listed.append(1.5),
