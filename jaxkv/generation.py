@@ -45,7 +45,7 @@ from jaxkv.sampling.register_processors import register_processors
 from jaxkv.sampling.sample import admit
 from jaxkv.step.loop import ERROR, LENGTH, RUNNING, STOP, Generated, Limits, generate_loop
 from jaxkv.text.prompts import one_each
-from jaxkv.weights.quantised.forms import plain_leaves
+from jaxkv.weights.quantised.weight_forms import plain_leaves
 
 __all__ = ["ERROR", "LENGTH", "RUNNING", "STOP", "Generated", "generate"]
 

@@ -43,8 +43,8 @@ from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.sampling.register_processors import register_processors
 from jaxkv.weights.directory import read_config_json
 from jaxkv.weights.load import scheme_of
-from jaxkv.weights.quantised.forms import has_few_bits, weight_forms
 from jaxkv.weights.quantised.rounding import ROUNDINGS
+from jaxkv.weights.quantised.weight_forms import has_few_bits, weight_forms
 from pallas_kernels.dispatch import Unsupported
 
 _KERNELS = "mosaic_gpu"

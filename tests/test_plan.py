@@ -19,7 +19,7 @@ from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.plan import explain_plan, plan_cache, resolve_dtype
 from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.weights.quantised.forms import weight_forms
+from jaxkv.weights.quantised.weight_forms import weight_forms
 from pallas_kernels.dispatch import Unsupported
 
 # Users have no shape checker before it, which refuses other types by itself.

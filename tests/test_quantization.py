@@ -11,7 +11,7 @@ from jaxkv import LLM, SamplingParams, generate, load_model
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.models.registry import build_model, rules_for
 from jaxkv.weights.load import expected_shapes
-from jaxkv.weights.quantised.forms import is_few_bits
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 from tests.one_layer import one_layer_model
 from tests.weights.adapter_files import save_adapter
 

@@ -12,7 +12,7 @@ from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.workload import Workload, arrivals
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
-from jaxkv.weights.quantised.forms import weight_forms
+from jaxkv.weights.quantised.weight_forms import weight_forms
 
 
 @dataclass(frozen=True)

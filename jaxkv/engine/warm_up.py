@@ -18,7 +18,7 @@ from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.weights_checksum import ChecksumSpec
 from jaxkv.sampling.fields import features_for, features_of
-from jaxkv.weights.quantised.forms import has_few_bits, plain_leaves, weight_forms
+from jaxkv.weights.quantised.weight_forms import has_few_bits, plain_leaves, weight_forms
 
 _LOG = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from jaxkv.models.as_prompts import as_prompts
 from jaxkv.models.block import BlockInputs, Leaf, required
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
-from jaxkv.weights.quantised.draw import draw_few_bits
-from jaxkv.weights.quantised.forms import is_few_bits
+from jaxkv.weights.quantised.draw_few_bits import draw_few_bits
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 from jaxkv.wording import listed
 from pallas_kernels.dispatch import at
 from pallas_kernels.fixed_order import fixed_order

@@ -11,7 +11,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.speculation.speculation import SpeculationStats
 from jaxkv.offload.entries import HostStats
 from jaxkv.runner.sequence_runner import SequenceRunner
-from jaxkv.weights.quantised.forms import weight_forms
+from jaxkv.weights.quantised.weight_forms import weight_forms
 from pallas_kernels.dispatch import fallbacks
 
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 
 from jaxkv.models.protocol import Model, Params
-from jaxkv.weights.quantised.forms import has_few_bits, is_few_bits, plain_leaves
+from jaxkv.weights.quantised.weight_forms import has_few_bits, is_few_bits, plain_leaves
 
 _MOST_NAMED = 4
 """Parameters that an error message names."""

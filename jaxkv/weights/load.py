@@ -18,12 +18,12 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.directory import existing_directory, read_json_if_there
 from jaxkv.weights.quantised.config import BESIDE, read_quantised
-from jaxkv.weights.quantised.expected import expected_type
-from jaxkv.weights.quantised.join import with_scales
-from jaxkv.weights.quantised.leaf import FewBitsLeaf, few_bits_leaf, moves_rows
+from jaxkv.weights.quantised.expected_types import expected_type
+from jaxkv.weights.quantised.few_bits_leaf import FewBitsLeaf, few_bits_leaf, moves_rows
+from jaxkv.weights.quantised.join_scales import with_scales
+from jaxkv.weights.quantised.quantised_tensor import QuantisedTensor
 from jaxkv.weights.quantised.rounding import ROUNDINGS, rounded
 from jaxkv.weights.quantised.scheme import Scheme
-from jaxkv.weights.quantised.tensor import QuantisedTensor
 from jaxkv.weights.rules import Recipe, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
 from jaxkv.weights.staging import fill_leaves

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import load_params
 from jaxkv.weights import staging
-from jaxkv.weights.quantised.join import with_scales
+from jaxkv.weights.quantised.join_scales import with_scales
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import HeadPairs, Regrouped
 from jaxkv.weights.safetensors import all_finite, open_checkpoint
@@ -165,7 +165,7 @@ def test_a_number_that_is_not_finite_is_found_at_any_place(dtype, odd):
 
 
 def test_rows_of_scaled_numbers_are_read_from_any_row_on(tmp_path, kit, staged, monkeypatch):
-    monkeypatch.setattr("jaxkv.weights.quantised.tensor.PIECE", 16)
+    monkeypatch.setattr("jaxkv.weights.quantised.quantised_tensor.PIECE", 16)
     rng = np.random.default_rng(5)
     numbers = rng.standard_normal((13, 8)).astype(E4M3)
     scales = rng.standard_normal((4, 2)).astype(np.float32)

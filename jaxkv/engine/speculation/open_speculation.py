@@ -1,4 +1,4 @@
-"""Makes the drafter of an engine, and refuses models whose tokens cannot be taken back."""
+"""Makes the `Speculation` of an engine, and refuses models whose tokens cannot be taken back."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def open_speculation(
     config: SpeculationConfig | None,
     clock: Callable[[], float],
 ) -> Speculation | None:
-    """Returns the drafts of an engine; `None` if it drafts none.
+    """Returns what drafts for an engine; `None` if nothing does.
 
     Args:
         model: the model that verifies them.

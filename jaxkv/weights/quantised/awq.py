@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Shaped, UInt8
 
-from jaxkv.weights.quantised.scheme import Scheme
-from jaxkv.weights.quantised.tensor import (
+from jaxkv.weights.quantised.quantised_tensor import (
     SCALES,
     QuantisedTensor,
     check,
@@ -22,6 +21,7 @@ from jaxkv.weights.quantised.tensor import (
     scale_dtype,
     unpacked,
 )
+from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.safetensors import StoredTensor
 
 _WORD = np.dtype("<u4")

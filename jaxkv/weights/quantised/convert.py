@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.weights import directory as files
 from jaxkv.weights.load import Loadable, plan_leaves, rounded_plan
-from jaxkv.weights.quantised.tensor import QuantisedTensor
+from jaxkv.weights.quantised.quantised_tensor import QuantisedTensor
 from jaxkv.weights.rules import RuleSet
 from jaxkv.weights.safetensors import INDEX, SINGLE, StoredTensor, open_checkpoint
 

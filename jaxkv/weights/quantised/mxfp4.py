@@ -11,8 +11,7 @@ import numpy as np
 from jaxtyping import Int, Shaped, UInt8
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.quantised.scheme import Scheme
-from jaxkv.weights.quantised.tensor import (
+from jaxkv.weights.quantised.quantised_tensor import (
     E8M0,
     QuantisedTensor,
     bytes_of,
@@ -20,6 +19,7 @@ from jaxkv.weights.quantised.tensor import (
     rows_of,
     unpacked,
 )
+from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.safetensors import StoredTensor
 from jaxkv.wording import clip
 

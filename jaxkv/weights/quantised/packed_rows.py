@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Int, Shaped, UInt8
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.quantised.scheme import Scheme
-from jaxkv.weights.quantised.tensor import (
+from jaxkv.weights.quantised.quantised_tensor import (
     SCALES,
     QuantisedTensor,
     check,
@@ -24,6 +23,7 @@ from jaxkv.weights.quantised.tensor import (
     scale_dtype,
     unpacked,
 )
+from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.safetensors import StoredTensor
 from jaxkv.wording import clip
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
 
-from jaxkv.weights.quantised.tensor import E4M3, QuantisedTensor
+from jaxkv.weights.quantised.quantised_tensor import E4M3, QuantisedTensor
 from jaxkv.weights.safetensors import StoredTensor
 
 

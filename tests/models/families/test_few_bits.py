@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models.registry import build_model, load_config, load_params
-from jaxkv.weights.quantised.forms import is_few_bits
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from jaxkv import default_model, load_model
 from jaxkv.cli import main
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import convert_checkpoint
-from jaxkv.weights.quantised.forms import weight_forms
+from jaxkv.weights.quantised.weight_forms import weight_forms
 from tests.models.driver import Driver
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.quantised.config import read_quantised
-from jaxkv.weights.quantised.join import with_scales
-from jaxkv.weights.quantised.leaf import FewBitsLeaf, few_bits_leaf
-from jaxkv.weights.quantised.tensor import QuantisedTensor
+from jaxkv.weights.quantised.few_bits_leaf import FewBitsLeaf, few_bits_leaf
+from jaxkv.weights.quantised.join_scales import with_scales
+from jaxkv.weights.quantised.quantised_tensor import QuantisedTensor
 from jaxkv.weights.safetensors import open_checkpoint
 from jaxkv.weights.staging import fill_leaves
 from jaxkv.weights.stored_leaf import Arrangement, LeafPlan
@@ -88,7 +88,7 @@ def test_rows_that_arrive_in_pieces_are_those_of_the_whole(
         for part in leaf.leaves:
             whole = part.read()
             with monkeypatch.context() as patched:
-                patched.setattr("jaxkv.weights.quantised.leaf.MOST_AT_ONCE", pieces)
+                patched.setattr("jaxkv.weights.quantised.few_bits_leaf.MOST_AT_ONCE", pieces)
                 np.testing.assert_array_equal(part.read().view(np.uint8), whole.view(np.uint8))
             step = max(1, pieces // part.row_elements)
             for first in range(0, part.num_rows, step):

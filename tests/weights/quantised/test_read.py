@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.weights.quantised.config import read_quantised
-from jaxkv.weights.quantised.forms import is_few_bits
-from jaxkv.weights.quantised.join import with_scales
+from jaxkv.weights.quantised.join_scales import with_scales
 from jaxkv.weights.quantised.scheme import Scheme
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 from jaxkv.weights.safetensors import open_checkpoint
 from tests.weights.host_memory import fits_in
 
@@ -200,7 +200,7 @@ def test_each_8_bit_number_is_multiplied_by_the_scale_of_its_block_and_rounded_o
     tmp_path, kit, monkeypatch, piece, dtype, scale_dtype
 ):
     # Also where what is decoded at once ends within a block.
-    monkeypatch.setattr("jaxkv.weights.quantised.tensor.PIECE", piece)
+    monkeypatch.setattr("jaxkv.weights.quantised.quantised_tensor.PIECE", piece)
     draw = np.random.default_rng(0)
     numbers, scales, _ = in_blocks(draw.standard_normal((45, 50)), 16, 24, scale_dtype)
     got = read_one(tmp_path, kit, {"a": numbers, "a_scale_inv": scales}, float8(16, 24), "a", dtype)
@@ -215,7 +215,7 @@ def test_each_8_bit_number_is_multiplied_by_the_scale_of_its_block_and_rounded_o
 def test_every_4_bit_number_and_every_scale_means_what_the_format_says(
     tmp_path, kit, monkeypatch, piece
 ):
-    monkeypatch.setattr("jaxkv.weights.quantised.tensor.PIECE", piece)
+    monkeypatch.setattr("jaxkv.weights.quantised.quantised_tensor.PIECE", piece)
     codes = np.arange(16 * 253 * 2).reshape(2, 253, 16) % 16
     codes = np.concatenate((codes, codes[..., ::-1]), axis=-1).astype(np.uint8)
     exponents = np.stack((np.arange(253), np.arange(253)[::-1])).astype(np.uint8)[..., None]
@@ -297,7 +297,7 @@ def test_decoding_holds_one_leaf_beside_the_parameters(tmp_path, kit, monkeypatc
         kit.CONFIG, ffn_size=16384, num_layers=layers, windows=(None,) * layers, pattern=()
     )
     monkeypatch.setitem(kit.Toy.param_shapes.__globals__, "FFN", 16384)
-    monkeypatch.setattr("jaxkv.weights.quantised.tensor.PIECE", 2**13)
+    monkeypatch.setattr("jaxkv.weights.quantised.quantised_tensor.PIECE", 2**13)
     # JAX would keep the memory itself as the parameter of a CPU.
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, device: jax.numpy.copy(put(x, device)))

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.quantised import awq, eight_bit, gptq, mxfp4, packed_rows
+from jaxkv.weights.quantised.quantised_tensor import QuantisedTensor
 from jaxkv.weights.quantised.scheme import Scheme
-from jaxkv.weights.quantised.tensor import QuantisedTensor
 from jaxkv.weights.safetensors import StoredTensor
 from jaxkv.wording import clip
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.weights.quantised.leaf import moves_rows, suits_group
+from jaxkv.weights.quantised.few_bits_leaf import moves_rows, suits_group
 from jaxkv.weights.quantised.rounding import ROUNDINGS, scales_for
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import Recipe

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxkv.weights.quantised.tensor import STORED, QuantisedTensor
+from jaxkv.weights.quantised.quantised_tensor import STORED, QuantisedTensor
 from jaxkv.weights.rules import Combine
 from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, StoredLeaf
 from pallas_kernels.formats.few_bits import CODES, FewBits
