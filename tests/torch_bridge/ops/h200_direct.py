@@ -117,6 +117,8 @@ def main(part):
         "ragged int8 window sinks": lambda: ragged(64, window=100, sinks=half, stored=torch.int8),
         "ragged rows": lambda: ragged(256, 3, 32),
         "ragged window": lambda: ragged(256, 3, 32, window=100),
+        "ragged prompt": lambda: ragged(256, 8, 260),
+        "write prompt": lambda: write(256, half),
         "write one": lambda: write(1, torch.float32),
         "write bytes": lambda: write(40, torch.uint8),
         "write one pool": lambda: write(40, half, pools=1),
