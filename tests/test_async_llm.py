@@ -13,14 +13,21 @@ from jaxkv.async_llm import AsyncLLM
 from jaxkv.config.sampling import MAX_STOP_STRINGS
 from jaxkv.engine.request import Piece
 from jaxkv.programs.manifest import compile_count
+from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "def add(a, b", "for x in "]
 
 
 @pytest.fixture(scope="module")
-def llm():
+def one_layer(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("models") / "one")
+
+
+@pytest.fixture(scope="module")
+def llm(one_layer):
     return LLM(
+        one_layer,
         dtype="float32",
         max_model_len=64,
         cache=CacheConfig(max_sequences=2, page_size=16),
