@@ -65,9 +65,9 @@ def device(inputs):
 
 def compiled(op, inputs):
     """Runs an op as production does: arrays are traced, options are not."""
-    arrays = {
-        name: value for name, value in inputs.items() if isinstance(value, np.ndarray | FewBits)
-    }
+    # An array that is on the device already would be a constant of the program, which takes minutes if it is large.
+    traced = np.ndarray | jax.Array | FewBits
+    arrays = {name: value for name, value in inputs.items() if isinstance(value, traced)}
     options = {name: value for name, value in inputs.items() if name not in arrays}
     return jax.jit(partial(op, **options))(**arrays)
 
