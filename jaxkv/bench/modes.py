@@ -65,31 +65,19 @@ class Result:
         return f"{header}\n{self.outcome}"
 
 
-def measure_serving(
-    served: Served, workload: Workload, *, rate: float | None = None, progress: bool = False
-) -> Result:
-    """Warms up, serves the workload once, and returns its figures.
+def measure_rates(
+    served: Served, workload: Workload, rates: Sequence[float | None], *, progress: bool = False
+) -> Iterator[Result]:
+    """Warms up, serves the workload at each rate in one engine, and yields the figures of each.
+
+    The prompts of each rate are drawn from a seed of their own, so that no rate finds those of another in the prefix
+    cache.
 
     Args:
         served: the model and engine to measure.
         workload: the requests.
-        rate: requests per second; `None` sends all at once, which measures throughput.
+        rates: requests per second; `None` sends all at once, which measures throughput.
         progress: show a bar on stderr while programs compile.
-
-    Raises:
-        ValueError: the workload does not fit the model or the cache, or the rate is not above 0.
-    """
-    [result] = measure_rates(served, workload, (rate,), progress=progress)
-    return result
-
-
-def measure_rates(
-    served: Served, workload: Workload, rates: Sequence[float | None], *, progress: bool = False
-) -> Iterator[Result]:
-    """Warms up, and serves the workload at each rate in one engine; the arguments are those of `measure_serving`.
-
-    The prompts of each rate are drawn from a seed of their own, so that no rate finds those of another in the prefix
-    cache.
 
     Raises:
         ValueError: the workload does not fit the model or the cache, or a rate is not above 0.

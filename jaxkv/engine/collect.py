@@ -4,7 +4,6 @@ Full pages are published to the prefix index, and states of recurrent layers are
 step take effect only here. The caller ends the requests that `collect` returns.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -18,8 +17,6 @@ from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs
-
-_LOG = logging.getLogger(__name__)
 
 Ended = tuple[RequestState, Exception | None]
 """A request, and the error of its own that ended it. Without error and `reason`, its logits were not finite."""

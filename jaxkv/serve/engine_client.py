@@ -163,7 +163,7 @@ class EngineClient:
 
     def __init__(self, end: socket.socket) -> None:
         self.facts: Ready | None = None
-        self.alive = Alive(0.0)
+        self.alive = Alive()
         self.last_sign = 0.0
         self.failure: EngineLost | None = None
         self.last_words = ""

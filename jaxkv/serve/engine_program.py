@@ -304,7 +304,7 @@ class EngineServer:
                 time.sleep(_END_SECONDS)
                 os._exit(exit_codes.FAILED)
             taken = timer.seconds(self._loop.step_began, time.monotonic())
-            self._sender.send(Alive(taken, self._loop.compiling))
+            self._sender.send(Alive(self._loop.compiling))
             if taken > self._hang_seconds:
                 self._end_hung(taken)
 

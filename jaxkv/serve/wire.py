@@ -230,14 +230,12 @@ class StatsReply(msgspec.Struct, tag="stats", frozen=True):
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):
-    """Sent every second by a thread beside the steps.
+    """A sign of life, which a thread sends each second, also while a step or a compilation lasts.
 
     Attributes:
-        step_seconds: seconds that the current step has taken; 0 between steps and in compilation.
         compiling: name of the program that is compiled; empty if there is none.
     """
 
-    step_seconds: float
     compiling: str = ""
 
 

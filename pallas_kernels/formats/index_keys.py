@@ -58,15 +58,6 @@ def split_index_pages(index_pages: UInt8[Array, "*pages page_size bytes"]) -> In
     )
 
 
-def join_index_pages(keys: IndexKeys) -> UInt8[Array, "*pages page_size bytes"]:
-    """Joins keys and scales into uint8 pages, bit for bit; inverts `split_index_pages`."""
-    *lead, page_size, dim = keys.numbers.shape
-    numbers = lax.bitcast_convert_type(keys.numbers, jnp.uint8).reshape(*lead, page_size * dim)
-    scales = lax.bitcast_convert_type(keys.scales, jnp.uint8).reshape(*lead, page_size * 4)
-    flat = jnp.concatenate((numbers, scales), axis=-1)
-    return flat.reshape(*lead, page_size, dim + SCALE_BYTES)
-
-
 def read_index_keys(
     index_pages: Shaped[Array, "*pages page_size width"],
 ) -> Float[Array, "*pages page_size index_dim"]:

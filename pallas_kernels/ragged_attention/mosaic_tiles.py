@@ -10,9 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import ROW_TILE
 
-FIELDS = 8
-"""Number of int32 fields of a `Tile`."""
-
 
 class Tile(NamedTuple):
     """A run of consecutive tokens, of which [start, stop) are queries of one row.

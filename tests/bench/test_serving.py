@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.bench.modes import StartUp, measure_serving, measure_startup
+from jaxkv.bench.modes import StartUp, measure_rates, measure_startup
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
@@ -32,7 +32,8 @@ def tiny(**options):
 
 @pytest.fixture(scope="module")
 def result():
-    return measure_serving(tiny(), WORKLOAD, rate=1000.0)
+    [measured] = measure_rates(tiny(), WORKLOAD, (1000.0,))
+    return measured
 
 
 def test_every_token_that_was_asked_for_is_counted(result):

@@ -305,10 +305,10 @@ def test_frames_of_any_kind_are_signs_of_life():
         async with fake_engine() as fake:
             fake.client.last_sign -= 100
             assert fake.client.silent_seconds > 99
-            await fake.send(Alive(1.5, "step"))
+            await fake.send(Alive("step"))
             while fake.client.silent_seconds > 50:
                 await asyncio.sleep(0)
-            assert fake.client.alive == Alive(1.5, "step")
+            assert fake.client.alive == Alive("step")
 
     run(test())
 

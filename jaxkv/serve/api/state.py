@@ -1,7 +1,5 @@
 """The routes about the server itself: `/health`, `/ready`, `/version` and the models."""
 
-import asyncio
-
 from jaxkv.serve.http.errors import ApiError, unavailable
 from jaxkv.serve.http.operation import Operation
 from jaxkv.serve.http.replies import Reply
@@ -15,7 +13,7 @@ async def health(service: Service, request: Request) -> Reply:
     """Answers 200 while the engine lives, loading or not."""
     del request
     client, wait = service.client, service.limits.retry_after_seconds
-    silent = asyncio.get_running_loop().time() - client.last_sign
+    silent = client.silent_seconds
     if client.failure is not None:
         raise unavailable("engine_unavailable", "the engine has stopped", wait)
     if client.facts is not None and silent > service.limits.silence_seconds:
