@@ -138,10 +138,10 @@ def scores_of(states: Sequence[RequestState], samples: Sequence[Sample]) -> list
     Raises:
         RuntimeError: a request has failed.
     """
-    told = iter(states)
+    ended = iter(states)
     scores = []
     for sample in samples:
-        state = next(told) if sample else None
+        state = next(ended) if sample else None
         if state is not None and (state.reason == "error" or len(state.logprobs) < len(sample)):
             why = state.error or f"it ended after {len(state.logprobs)} of {len(sample)} tokens"
             raise RuntimeError(f"the log-probabilities of a sample could not be computed: {why}")

@@ -33,8 +33,8 @@ class SwapIn:
         pages: (group name, key, table position, page id) of the full pages to fill, each after its predecessors.
         present: (group name, key) of the prefix's pages that were on the device.
         entries: the entries on the host, in the order of the prefix.
-        checkpoint: the checkpoint to swap in, with the device ids of its parts; `None` if it is on the device.
-        beside: the prefix's checkpoint that is on the device; `None` if it is swapped in or there is none.
+        checkpoint: the checkpoint to swap in, with the device ids of its parts; `None` if there is none to swap in.
+        device_checkpoint: the prefix's checkpoint if it is on the device; `None` if it is swapped in or there is none.
     """
 
     number: int
@@ -45,7 +45,7 @@ class SwapIn:
     present: list[tuple[str, PageKey]] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
-    beside: Checkpoint | None = None
+    device_checkpoint: Checkpoint | None = None
 
 
 def attach_host(index: PrefixIndex, num_bytes: int) -> "SwapIns":
@@ -61,7 +61,7 @@ def attach_host(index: PrefixIndex, num_bytes: int) -> "SwapIns":
 
 
 class SwapIns:
-    """Begins, finishes and cancels the swap-ins of one prefix index.
+    """Starts, finishes and releases the swap-ins of one prefix index.
 
     Args:
         advance: increments the index's tick and returns it.
@@ -117,7 +117,7 @@ class SwapIns:
             keys: their page keys.
             limit: most tokens of the prefix.
             reused: tokens of the prefix on the device alone.
-            goal: tokens of the whole sequence; nothing begins if it would not have enough pages.
+            goal: tokens of the whole sequence; nothing is started if it would not have enough pages.
 
         Returns:
             The swap-in. `None`, and nothing has changed, if the host's prefix is not longer or there is no room.
@@ -218,7 +218,7 @@ class SwapIns:
             made.checkpoint = one
             self._use(made, entry)
             return
-        made.beside = one
+        made.device_checkpoint = one
         for name, unit in (*one.states.items(), *one.tails.items()):
             self._allocator.hold(made.number, name, [unit])
 
@@ -281,13 +281,13 @@ class SwapIns:
         """Whether all parts of the prefix are still on their tiers, and there is room for its checkpoint."""
         trees = self._pages.trees
         coming = {(name, key.digest) for name, key, _, _ in made.pages}
-        one, beside = made.checkpoint, made.beside
+        one, on_device = made.checkpoint, made.device_checkpoint
         anchors = () if one is None else one.anchors
         return (
             all(self.tier.has(entry) for entry in made.entries)
             and all(trees[name].find(key) is not None for name, key in made.present)
             and all(anchor in coming or trees[anchor[0]].named(anchor[1]) for anchor in anchors)
-            and (beside is None or self._states.kept.find(beside.key) is beside)
+            and (on_device is None or self._states.kept.find(on_device.key) is on_device)
             and (one is None or self._states.has_room(one.key))
         )
 

@@ -146,7 +146,7 @@ class _Walk:
                 results = {self.run(callee, [operand]) for callee, operand in branches}
                 return results.pop() if len(results) == 1 else None
             case "fusion":
-                return self._settled(line, self.run(line.callees[0], operands, fused=True))
+                return self._recorded(line, self.run(line.callees[0], operands, fused=True))
         return self.run(line.callees[0], operands)
 
     def _computed(self, line: Instruction, values: Sequence[_Value], fused: bool) -> _Origin:
@@ -179,13 +179,13 @@ class _Walk:
                 same_type = value.results[:1] == line.results[:1]
                 exact = pool.exact and line.opcode == "copy" and same_type
                 made = _Pool(pool.index, copied=True, exact=exact)
-                return made if fused else self._settled(line, made)
+                return made if fused else self._recorded(line, made)
         return None
 
-    def _settled(self, line: Instruction, origin: _Origin) -> _Origin:
+    def _recorded(self, line: Instruction, origin: _Origin) -> _Origin:
         """Records copies among an instruction's results, and returns the origin with each replaced by its pool."""
         if isinstance(origin, tuple):
-            return tuple(self._settled(line, part) for part in origin)
+            return tuple(self._recorded(line, part) for part in origin)
         if isinstance(origin, _Pool) and origin.copied:
             self.copies.append(PoolCopy(origin.index, origin.exact, line.line))
             return _Pool(origin.index)

@@ -9,13 +9,23 @@ from dataclasses import dataclass
 import tokenizers
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.directory import clip
+from jaxkv.wording import clip
 
 MAX_GROWTH = 2**20
+"""Most times that encoding may lengthen a text; a tokenizer.json beyond it is refused."""
+
 MAX_GROWN_BYTES = 2**24
+"""Bytes that any text may grow to before it is split into tokens."""
+
 MAX_TOKEN_BYTES = 2**14
+"""Most bytes of the text of one token."""
+
 MAX_ADDED_IDS = 2**12
+"""Most ids that a post-processor may add to a prompt."""
+
 _USUAL_GROWTH = 16
+"""Times that a text may grow if that is more than `MAX_GROWN_BYTES`."""
+
 _MAX_DEPTH = 64
 _Tree = Mapping[str, object]
 

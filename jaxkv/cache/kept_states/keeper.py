@@ -107,7 +107,7 @@ class StateKeeper:
             return
         # A preempted sequence begins again with the same keys; its own tokens are not an earlier prompt.
         if keys.agreed is None:
-            keys.agreed = self._seen.agreed(keys, tokens)
+            keys.agreed = self._seen.shared_tokens(keys, tokens)
             self._seen.add(keys, tokens)
         wanted = self.policy.places(len(tokens), keys.agreed, self._chunk)
         for place in wanted:

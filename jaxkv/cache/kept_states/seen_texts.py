@@ -1,4 +1,4 @@
-"""How many leading tokens a prompt shares with earlier prompts."""
+"""`SeenTexts`: finds the longest prefix that a prompt shares with an earlier one, which is worth a checkpoint."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _BRANCHES = 8
 
 
 class SeenTexts:
-    """The pages of earlier prompts, each under the digest of the page before it; the least recently seen are dropped.
+    """The pages of earlier prompts, each under the digest of the page before it; the least recently used are dropped.
 
     Args:
         page_size: tokens per page.
@@ -23,13 +23,13 @@ class SeenTexts:
         self._size = page_size
         self._after: OrderedDict[bytes, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
-    def agreed(self, keys: PageKeys, tokens: Sequence[int]) -> int:
+    def shared_tokens(self, keys: PageKeys, tokens: Sequence[int]) -> int:
         """Returns the length of the longest prefix that `tokens` shares with an earlier prompt."""
         size = self._size
         for full in range(len(tokens) // size + 1):
             page = tuple(tokens[full * size : (full + 1) * size])
-            followers = self._after.get(keys.parent(tokens, size, full), ())
-            most = max((_common(page, other) for other in followers), default=0)
+            successors = self._after.get(keys.parent(tokens, size, full), ())
+            most = max((_common(page, other) for other in successors), default=0)
             if most < size:
                 return full * size + most
         return len(tokens)
@@ -40,12 +40,12 @@ class SeenTexts:
         for full in range(-(-len(tokens) // size)):
             parent = keys.parent(tokens, size, full)
             page = tuple(tokens[full * size : (full + 1) * size])
-            followers = self._after.setdefault(parent, OrderedDict())
-            followers[page] = None
-            followers.move_to_end(page)
+            successors = self._after.setdefault(parent, OrderedDict())
+            successors[page] = None
+            successors.move_to_end(page)
             self._after.move_to_end(parent)
-            if len(followers) > _BRANCHES:
-                followers.popitem(last=False)
+            if len(successors) > _BRANCHES:
+                successors.popitem(last=False)
         while len(self._after) > _SEEN:
             self._after.popitem(last=False)
 

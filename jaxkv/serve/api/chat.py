@@ -89,8 +89,8 @@ class _Writer:
         ids = new.delta.ids if self._turn.body.return_token_ids else ()
         if delta or logprobs is not None or ids:
             # A chunk of held-back text alone has its tokens.
-            said = _choice(new.sample, delta or {"content": ""}, logprobs)
-            chunks.append({"choices": [self._with_ids(said, ids)]})
+            choice = _choice(new.sample, delta or {"content": ""}, logprobs)
+            chunks.append({"choices": [self._with_ids(choice, ids)]})
         if new.finish_reason is not None:
             end = _choice(new.sample, {}, None, new.finish_reason)
             chunks.append({"choices": [end | {"stop_reason": new.delta.stop_reason}]})

@@ -81,7 +81,7 @@ def _figures(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _map(group: Mapping[str, Any]) -> list[str]:
     counts, total = group["counts"], group["total"]
-    said = ", ".join(
+    legend = ", ".join(
         f"{mark} {meaning} {count:,} ({_share(count, total)})"
         for mark, meaning, count in zip(_MARKS, _MEANINGS, counts, strict=True)
         if count
@@ -94,7 +94,7 @@ def _map(group: Mapping[str, Any]) -> list[str]:
     rows = [drawn[at : at + _WIDTH] for at in range(0, len(drawn), _WIDTH)]
     return [
         f"{group['name']}: {total:,} {group['unit']}s{each}",
-        f"  {said}",
+        f"  {legend}",
         *(f"  {row}" for row in rows),
     ]
 

@@ -127,15 +127,15 @@ def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
     """Returns the error for what msgspec says of a body."""
     at = _AT.search(text)
     path = at.group(1).replace("[...]", "") if at else ""
-    said = text[: at.start()] if at else text
-    if unknown := _UNKNOWN.match(said):
+    reason = text[: at.start()] if at else text
+    if unknown := _UNKNOWN.match(reason):
         name = clip(unknown.group(1), 60)
         return bad_request(
             f"the field {_join(path, name)} is unknown; {_instead(name, kind, path)}",
             _join(path, name),
             "unknown_field",
         )
-    if missing := _MISSING.match(said):
+    if missing := _MISSING.match(reason):
         name = _join(path, missing.group(1))
         return bad_request(f"the field {name} is missing", name, "missing_field")
     got = tree.get(path)
@@ -144,11 +144,11 @@ def _wrong_field(text: str, tree: Mapping[str, Any], kind: type) -> ApiError:
     allowed, inner = allowed_of(kind), path.removeprefix(name)
     if name in allowed and (not inner or (allowed[name] != "an object" and "." not in inner)):
         return bad_request(f"{name} must be {allowed[name]}{shown}", name)
-    if said.startswith("Invalid"):
+    if reason.startswith("Invalid"):
         # It quotes the value.
         return bad_request(f"{path} has a value that is not supported", path)
-    said = said.replace("`", "").replace("Expected", "wanted")
-    return bad_request(f"{path or 'the body'} is wrong: {said}", path or None)
+    reason = reason.replace("`", "").replace("Expected", "wanted")
+    return bad_request(f"{path or 'the body'} is wrong: {reason}", path or None)
 
 
 def _instead(name: str, kind: type, path: str) -> str:
