@@ -218,7 +218,7 @@ class AsyncLLM:
 
         Raises:
             ValueError, ProgramRefused: as for `LLM.rollout`.
-            OutOfPages, OutOfStates: nobody runs, and `prompt_logprobs` need more pages than are free.
+            OutOfPages, OutOfStates: no request runs, and `prompt_logprobs` need more pages than are free.
             RuntimeError: the engine has failed or was closed.
         """
         given = as_call("AsyncLLM.rollout", options, sampling=sampling, salt=salt)
@@ -268,7 +268,7 @@ class AsyncLLM:
 
         Raises:
             ValueError, ProgramRefused: as for `LLM.score`.
-            OutOfPages, OutOfStates: nobody runs, and a whole text needs more pages than are free.
+            OutOfPages, OutOfStates: no request runs, and a whole text needs more pages than are free.
             RuntimeError: a sample's request has failed, the engine sleeps, has failed or was closed.
         """
         if outputs is not None and lora is not None:

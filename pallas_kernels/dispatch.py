@@ -27,7 +27,7 @@ class Question:
     refusals: Mapping[str, str | None]
 
 
-# Ops whose kernel computes each row in one order, whatever the sizes of the call; "xla" has that for every op.
+# Ops whose kernel sums each row in one order for calls of all sizes; "xla" does so for every op.
 _FIXED_KERNELS = frozenset(
     {"filter_bounds", "page_write", "ragged_attention", "rotary_write", "skinny_matmul"}
 )

@@ -1,4 +1,4 @@
-"""Where the embedded default model lies. See README.md beside this file for how it was made."""
+"""The path of the default model in this package. README.md in this folder describes how it was made."""
 
 from importlib.resources import files
 from pathlib import Path

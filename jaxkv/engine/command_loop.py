@@ -13,7 +13,7 @@ Command = Callable[[], None]
 
 @runtime_checkable
 class Inlet(Protocol):
-    """What a loop's thread reads itself between two steps, beside the commands of other threads: a socket."""
+    """A source of work, such as a socket, that the loop's own thread reads between two steps."""
 
     def receive(self, *, wait: bool) -> None:
         """Handles all that has arrived.

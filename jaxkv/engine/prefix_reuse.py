@@ -1,4 +1,4 @@
-"""`PrefixReuse`: the prefixes that one engine keeps for later requests, in index, state checkpoints and host tier."""
+"""`PrefixReuse`: owns the prefix index, the state checkpoints and the host tier of one engine."""
 
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.config.engine import EngineConfig
@@ -9,7 +9,7 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 
 
 class PrefixReuse:
-    """What an engine keeps of prompts and texts. Each verb does nothing where nothing is kept.
+    """The prefixes that one engine keeps for later requests. Methods do nothing for a part that the engine lacks.
 
     Args:
         sequence_runner: has the cache.

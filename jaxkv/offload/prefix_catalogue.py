@@ -109,7 +109,7 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a unit is read from: `unit` is an id on the device, or a handle of the host tier."""
+    """The place of a page or state to save: `unit` is its id on the device, or its handle in the host tier."""
 
     on_host: bool
     unit: int

@@ -35,7 +35,7 @@ Unit = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Identity:
-    """What pages and states depend on beside their tokens.
+    """The model, weights and layout that saved prefixes belong to; a file of another identity is refused.
 
     Attributes:
         model: the configuration of the model and what runs it.
@@ -166,7 +166,12 @@ class PrefixFile:
         BadCheckpoint: as `open_file`.
     """
 
-    def __init__(self, path: str | Path, file: Any, identity: Identity) -> None:  # noqa: ANN401 - safetensors does not type it
+    def __init__(
+        self,
+        path: str | Path,
+        file: Any,  # noqa: ANN401 - safetensors does not type it
+        identity: Identity,
+    ) -> None:
         self._path = path
         self._file = file
         self._layout = identity.layout

@@ -152,7 +152,7 @@ class EngineClient:
         end: the connected socket.
 
     Attributes:
-        facts: what the engine told about its model; `None` until it is ready.
+        facts: the model and the limits of the engine; `None` until it is ready.
         alive: the last sign of life.
         last_sign: the event loop's time of the last frame of any kind.
         failure: why no call goes on; `None` while the engine works.
@@ -201,7 +201,7 @@ class EngineClient:
         self._loop.add_reader(self._end, self._read)
 
     async def ready(self) -> Ready:
-        """Waits until the engine has loaded its model; returns what it told.
+        """Waits until the engine has loaded its model; returns the facts about it.
 
         Raises:
             EngineLost: it has ended instead.

@@ -1,4 +1,4 @@
-"""What `/metrics` answers: a server's counts in Prometheus' text format.
+"""The reply of `/metrics`: a server's counts in Prometheus' text format.
 
 Names, labels and meanings under `vllm:` are those of vLLM 0.20 and later, so that boards made for it work. Names under
 `jaxkv:` are our own.

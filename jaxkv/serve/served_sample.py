@@ -1,4 +1,4 @@
-"""`ServedSample`: a request in the engine, and how much of it the HTTP process has; the news of all calls."""
+"""`ServedSample`: a request of the HTTP process, and how many of its tokens were sent; `take_news` for all calls."""
 
 from jaxkv.engine.drive import error_of, timing_of, usage_of
 from jaxkv.engine.request_state import RequestState
@@ -6,7 +6,7 @@ from jaxkv.serve.wire import GENERATION_FAILED, NUMERICAL_ERROR, Ended, Tokens
 
 
 class ServedSample:
-    """One sample of a call. It reads the tokens in the request's state, since a piece for each takes longer.
+    """One sample of a call. It reads new tokens from the request's state, which is faster than a `Piece` for each.
 
     Args:
         state: the request.
@@ -24,7 +24,7 @@ class ServedSample:
         self._num_sent = state.prompt_tokens
 
     def take(self, call: int, index: int) -> Tokens | None:
-        """Returns what is new, and counts it as sent; `None` if nothing is.
+        """Returns the tokens and the end that were not sent yet, and counts them as sent; `None` if there are none.
 
         Args:
             call: number of its call.
@@ -47,7 +47,7 @@ class ServedSample:
 
 
 def take_news(calls: dict[int, list[ServedSample]]) -> list[Tokens]:
-    """Returns what is new of all calls, and counts it as sent.
+    """Returns the tokens and ends of all calls that were not sent yet, and counts them as sent.
 
     Args:
         calls: number of a call -> its samples. A call whose samples all ended is removed.

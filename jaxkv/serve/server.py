@@ -1,7 +1,7 @@
 """Runs the HTTP server and the engine process together: start, signals, drain, and the exit code.
 
 The first SIGTERM or SIGINT drains: new requests are answered 503, those in progress go on until they end or the time
-is over. The second one ends the server at once. When the engine process ends, for whatever reason, so does the server.
+is over. The second one ends the server at once. The server ends whenever the engine process does.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ Tool = Mapping[str, object] | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes a prompt, beside its messages.
+    """The options of the prompt of a conversation, besides its messages.
 
     Attributes:
         tools: what the model may call: JSON schemas or Python functions.

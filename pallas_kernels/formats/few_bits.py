@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 class Code(NamedTuple):
-    """How a code stands for a number, before its scale.
+    """An encoding of numbers in 8 or 4 bits, before their scales.
 
     Attributes:
         bits: bits of a code, 8 or 4.

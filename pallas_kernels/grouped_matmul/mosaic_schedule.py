@@ -107,7 +107,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the work is divided.
+    """The division of a product into tiles, turns and blocks.
 
     It depends on static shapes only, so a row's result does not depend on the other rows.
 

@@ -100,7 +100,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a row's keys are split among blocks.
+    """The division of a row's keys among blocks.
 
     It depends on static shapes only, so a row's result does not depend on the other rows.
 

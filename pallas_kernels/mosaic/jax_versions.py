@@ -1,4 +1,4 @@
-"""What kernels write differently for JAX 0.12 and for JAX 0.11."""
+"""Operations of kernels that are written differently for JAX 0.11 and for JAX 0.12."""
 
 from typing import Any
 

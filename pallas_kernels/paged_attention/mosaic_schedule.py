@@ -137,7 +137,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a row's keys are split among blocks: `cluster * parts` shares.
+    """The division of a row's keys among blocks: `cluster * parts` shares.
 
     It depends on static shapes only, so a row's result does not depend on the other rows.
 

@@ -58,7 +58,7 @@ _LEAST_STAGES = 3
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the weight is divided.
+    """The division of the weight into tiles, folds and shares of blocks.
 
     It depends on static shapes only, so a row's result does not depend on the other rows.
 

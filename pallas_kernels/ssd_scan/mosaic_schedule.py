@@ -20,7 +20,7 @@ REGISTERS = {1: (240, 64), 2: (232, 40)}
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a layer is divided among blocks.
+    """The division of a layer among blocks.
 
     Attributes:
         consumers: consumer warpgroups per block, each for one unit (64 components of one head); it divides the number

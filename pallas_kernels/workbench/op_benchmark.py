@@ -53,7 +53,7 @@ def implementations(op: str) -> list[str]:
 
 
 class Kind(NamedTuple):
-    """How benchmarks call one op repeatedly and check it.
+    """The functions by which benchmarks call one op repeatedly and check it.
 
     Attributes:
         spread: (case inputs, number of copies) -> (arrays that all calls share, per-call arrays of each call).
@@ -168,7 +168,13 @@ class BenchInputs:
         compare(results, self.expected, tolerance=tolerance, exact=exact)
 
 
-def compare(results: Any, wanted: Any, *, tolerance: float = 0.0, exact: bool = False) -> None:  # noqa: ANN401 - sequences of arrays
+def compare(
+    results: Any,  # noqa: ANN401 - a sequence of arrays
+    wanted: Any,  # noqa: ANN401 - a sequence of arrays
+    *,
+    tolerance: float = 0.0,
+    exact: bool = False,
+) -> None:
     """Raises `WrongResult` if results differ by more than the tolerance, or in a bit if `exact`.
 
     NaN in a result is an error, except under `exact`, where the reference's NaN must be reproduced.
@@ -188,7 +194,12 @@ def compare(results: Any, wanted: Any, *, tolerance: float = 0.0, exact: bool = 
             )
 
 
-def prepare(op: str, case: Any, dtype: str, rotation_bytes: int) -> BenchInputs:  # noqa: ANN401 - each op has its own Case
+def prepare(
+    op: str,
+    case: Any,  # noqa: ANN401 - each op has its own Case
+    dtype: str,
+    rotation_bytes: int,
+) -> BenchInputs:
     """Makes a case's inputs, as many calls as it takes to read `rotation_bytes`, and the reference's results."""
     inputs = case.inputs(seed=0, dtype=dtype)
     copies = min(max(2, math.ceil(rotation_bytes / max(1, case.bytes_moved(dtype)))), _MOST_COPIES)

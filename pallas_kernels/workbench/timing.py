@@ -56,7 +56,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """The length and number of measurements.
 
     Attributes:
         rounds: how often one launch repeats its calls, for measurements that do not adapt it as `time_chain` does.

@@ -27,7 +27,7 @@ class ExchangeFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where requests go, and the headers that all of them have.
+    """The address of a server, and the headers of all requests to it.
 
     Attributes:
         host: name or address.

@@ -36,7 +36,9 @@ SAMPLE_WORDS = 80
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How many tokens a server makes of a text: some for the frame, such as a chat template, and the rest by length.
+    """A server's number of tokens for a text: a fixed number for the frame, and the rest in proportion to the length.
+
+    The frame is what the server adds to each prompt, such as a chat template.
 
     Attributes:
         frame: tokens of an empty prompt.

@@ -12,7 +12,7 @@ from jaxkv.cache.windows import first_seen
 
 @dataclass(frozen=True)
 class HitRule:
-    """Which pages of one paged group a sequence needs to begin after some tokens.
+    """The rule of one paged group for the pages that a sequence needs to begin after some tokens.
 
     Attributes:
         page_size: tokens per page.

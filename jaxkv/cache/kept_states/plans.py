@@ -1,4 +1,4 @@
-"""Which open sequence will make which checkpoint, so that no two sequences make the same one.
+"""`Plans`: the checkpoints that open sequences will make. Each is planned by one sequence, so none is made twice.
 
 A request with the same prefix may wait for a planned checkpoint.
 """
@@ -26,7 +26,7 @@ class Plans:
         self._planned.setdefault(key.digest, (seq, key.length))
 
     def claim(self, seq: int, key: CheckpointKey) -> None:
-        """Records that a sequence has taken states for a checkpoint, see `may_make`."""
+        """Records that a sequence has taken states for a checkpoint that it `may_make`, planned by it or not."""
         self._planned[key.digest] = seq, key.length
 
     def remove(self, key: CheckpointKey) -> None:
@@ -34,7 +34,7 @@ class Plans:
         self._planned.pop(key.digest, None)
 
     def may_make(self, seq: int, key: CheckpointKey) -> bool:
-        """Whether no other sequence plans this checkpoint."""
+        """Whether this sequence plans the checkpoint, or no sequence does."""
         plan = seq, key.length
         return self._planned.get(key.digest, plan) == plan
 

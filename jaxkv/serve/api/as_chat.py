@@ -1,4 +1,4 @@
-"""What requests of the other APIs have in common when they are read as requests of `/v1/chat/completions`."""
+"""Helpers that convert requests of the other APIs to requests of `/v1/chat/completions`."""
 
 import json
 import re

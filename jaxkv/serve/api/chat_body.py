@@ -32,7 +32,7 @@ class RefusalPart(_Strict, tag_field="type", tag="refusal", frozen=True):
 
 
 class CalledFunction(_Strict, frozen=True):
-    """What an earlier tool call called."""
+    """The function that an earlier tool call named, and its arguments as JSON."""
 
     name: _FunctionName
     arguments: str
@@ -64,7 +64,7 @@ class Message(_Strict, frozen=True):
 
 
 class Function(_Strict, frozen=True):
-    """What a tool does."""
+    """The name, purpose and parameters of a function that the model may call."""
 
     name: _FunctionName
     description: str | None = None

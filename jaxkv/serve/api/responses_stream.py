@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class _Shape(NamedTuple):
-    """How the text of one kind of item is streamed.
+    """The events that stream the text of one kind of item.
 
     Attributes:
         delta, done: types of the events.

@@ -1,4 +1,4 @@
-"""What replies of completions and chat completions have in common: the token counts, and the JSON schema."""
+"""The token counts (`usage`) and the JSON schema of replies of completions and chat completions."""
 
 from collections.abc import Mapping
 from typing import Any

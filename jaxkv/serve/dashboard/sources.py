@@ -1,4 +1,4 @@
-"""Where views come from: the address of a server, or a file of saved prefixes."""
+"""Reads the view that the dashboard shows, from a server's address or a file of saved prefixes."""
 
 import json
 import urllib.error

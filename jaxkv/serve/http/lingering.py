@@ -13,7 +13,7 @@ _STATUS = b"HTTP/1.1 "
 
 
 class Lingering:
-    """The connections of one server that are closed but still there.
+    """The connections of one server that are closed for the server and still open for the client.
 
     Args:
         most: number of them; one more takes the place of the oldest.
@@ -30,7 +30,7 @@ class Lingering:
         return len(self._timers)
 
     def add(self, transport: "LingeringTransport") -> None:
-        """Keeps a connection for the time."""
+        """Keeps a connection open for at most `seconds`."""
         if len(self._timers) >= self._most:
             next(iter(self._timers)).close()
         loop = asyncio.get_running_loop()
@@ -44,7 +44,7 @@ class Lingering:
 
 
 class LingeringTransport:
-    """What uvicorn's protocol uses of a transport.
+    """A wrapper with the part of a transport's interface that uvicorn's protocol uses; closing it lets it linger.
 
     Args:
         transport: the event loop's transport.

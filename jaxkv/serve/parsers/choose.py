@@ -1,4 +1,4 @@
-"""Which parser reads a model's answers, by name or by the model's files, and opening it for one answer."""
+"""Chooses the parser of a model's answers, by name or by the model's files, and opens it for one answer."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

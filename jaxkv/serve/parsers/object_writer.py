@@ -66,7 +66,7 @@ class ObjectWriter:
 
     @property
     def closing(self) -> str:
-        """What ends the object."""
+        """The text that ends the object, with its beginning if nothing was written yet."""
         return "{}" if self._separator == "{" else "}"
 
     def end(self, *expected: str) -> Steps[None]:

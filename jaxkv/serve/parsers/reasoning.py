@@ -12,7 +12,7 @@ from jaxkv.text.markers import Markers
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models marks its reasoning.
+    """The markers of reasoning in the answers of a family of models.
 
     Attributes:
         begins: markers before it.

@@ -61,4 +61,5 @@ class SectionFormat:
         calls.begin(calls.checked(name))
         yield from calls.read_arguments(Markers(self.ends))
         yield from source.spaces()
+        # In DeepSeek's first form the block of Markdown ends here; in the other nothing is read.
         yield from source.literal("```")

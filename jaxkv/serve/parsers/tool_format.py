@@ -11,7 +11,7 @@ from jaxkv.text.markers import Markers
 
 @runtime_checkable
 class ToolFormat(Protocol):
-    """How a family of models writes tool calls."""
+    """The format of tool calls in the answers of a family of models."""
 
     @property
     def markers(self) -> tuple[str, ...]:
