@@ -61,7 +61,11 @@ def decode_bytes(config: ModelConfig, params: Params, setting: Setting, itemsize
     return weights + cache
 
 
-def make_requests(config: ModelConfig, setting: Setting, **sampling: Any) -> list[Request]:  # noqa: ANN401 - options of SamplingParams
+def make_requests(
+    config: ModelConfig,
+    setting: Setting,
+    **sampling: Any,  # noqa: ANN401 - options of SamplingParams
+) -> list[Request]:
     """Returns requests of random prompts; greedy if `sampling` is not given."""
     draw = np.random.default_rng(0)
     options = {"temperature": 0.0, "max_tokens": setting.new_tokens, "ignore_eos": True, **sampling}

@@ -151,10 +151,12 @@ def _counters(url: str) -> dict[str, float]:
     """Returns the engine's steps, waits for the device and evictions so far, from the server's metrics."""
     with urlopen(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
-    return {
-        name: float(re.search(rf"^jaxkv:{metric}_total{{.*}} (\S+)$", text, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript] - the server writes all of them
+    found = {
+        name: re.search(rf"^jaxkv:{metric}_total{{.*}} (\S+)$", text, re.MULTILINE)
         for name, metric in _COUNTERS.items()
     }
+    # The server writes all of them.
+    return {name: float(one[1]) for name, one in found.items() if one is not None}
 
 
 def _options(load: Load) -> list[str]:
