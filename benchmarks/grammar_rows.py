@@ -1,13 +1,14 @@
-"""Measures what requests with a grammar cost the requests beside them: milliseconds per step, with and without.
+"""Measures what requests with a grammar cost the requests beside them: milliseconds per token, with and without.
 
     python -m benchmarks.grammar_rows --model Qwen/Qwen3-0.6B --rows 64 --constrained 0,1,8,64
     python -m benchmarks.grammar_rows --rows 2 --constrained 0,1 --tokens 16 --dtype float32    # to try it on a CPU
 
 `rows` free requests generate `tokens` tokens each, while `constrained` more requests write JSON of a schema and never
-end. Each row of the record has the time per step until the free requests have ended, the same with as many more free
-requests in place of the constrained ones, and how much longer a step takes. All programs are compiled, and run once,
-before; prompts are computed before the clock starts. The repeats go over all counts in turn, and the record is saved
-after each.
+end. Each row of the record has the time until the free requests have ended, divided by the tokens that each of them
+generated in it; the same with as many more free requests in place of the constrained ones; and how much longer a token
+takes. Engine steps are no measure: a free request takes part in almost every step, but not in all. All programs are
+compiled, and run once, before; prompts are computed before the clock starts. The repeats go over all counts in turn,
+and the record is saved after each.
 """
 
 import argparse
@@ -40,9 +41,10 @@ _SCHEMA = {
     },
     "minItems": 100_000,
 }
-_PROMPT_TOKENS = 32
-_BEFORE = 8
-"""Tokens of the free requests of which about half are generated before the clock starts."""
+_PROMPT_TOKENS = 4
+"""Prompts are so short that all requests begin within a few steps."""
+_BEFORE = 32
+"""Tokens that the free requests have in addition; they generate some of them before all requests have begun."""
 _FREE = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _FORM = StructuredOutputs(json=_SCHEMA)
 _BOUND = SamplingParams(temperature=0.0, max_tokens=None, structured_outputs=_FORM)
@@ -50,14 +52,14 @@ _BOUND = SamplingParams(temperature=0.0, max_tokens=None, structured_outputs=_FO
 
 def measure(
     llm: LLM, rows: int, beside: int, tokens: int, *, constrained: bool
-) -> tuple[float, int]:
-    """Returns the milliseconds per step and the number of steps of `rows` free requests.
+) -> tuple[float, float]:
+    """Returns the milliseconds per token of `rows` free requests, and the tokens of each that were timed, on average.
 
     Args:
         llm: serves them.
         rows: number of requests that are waited for.
         beside: number of further requests, which do not end.
-        tokens: that each of the first ones generates.
+        tokens: least tokens of each of the first ones that are timed.
         constrained: whether the further ones have a grammar.
     """
     draw = np.random.default_rng(0)
@@ -69,17 +71,24 @@ def measure(
             prompt = draw.integers(1, llm.model.vocab_size, _PROMPT_TOKENS).tolist()
             states += engine.add(llm.requests(prompt, params))
         waited_for = states[:rows]
-        while min(one.generated for one in states) < _BEFORE // 2:
+        while min(one.generated for one in states) == 0:
             engine.step()
-        steps, start = engine.steps, time.perf_counter()
+        left = [tokens + _BEFORE - one.generated for one in waited_for]
+        if min(left) < tokens:
+            raise RuntimeError(
+                f"a free request had {min(left)} tokens left when the last request began, fewer than {tokens}; the "
+                f"engine's token budget holds too few prompts"
+            )
+        start = time.perf_counter()
         while any(one.status != FINISHED for one in waited_for):
             engine.step()
-        seconds, taken = time.perf_counter() - start, engine.steps - steps
+        seconds = time.perf_counter() - start
         for one in states:
             engine.abort(one)
         while engine.has_work:
             engine.step()
-    return seconds / taken * 1e3, taken
+    timed = sum(left) / rows
+    return seconds / timed * 1e3, timed
 
 
 def prepare(llm: LLM, rows: int, most: int) -> None:
@@ -98,10 +107,10 @@ def run(
 ) -> Iterator[list[Any]]:
     """Yields the rows of the record after each repeat, from the medians so far."""
     ways = [(count, way) for count in constrained for way in ((False, True) if count else (False,))]
-    found: dict[tuple[int, bool], list[tuple[float, int]]] = {way: [] for way in ways}
+    found: dict[tuple[int, bool], list[tuple[float, float]]] = {way: [] for way in ways}
     for count, way in ways:
         # The first requests are slower: threads start, and masks are computed for the first time.
-        measure(llm, rows, count, 8, constrained=way)
+        measure(llm, rows, count, tokens, constrained=way)
     for _ in range(repeats):
         for count, way in ways:
             found[count, way].append(measure(llm, rows, count, tokens, constrained=way))
@@ -109,7 +118,7 @@ def run(
 
 
 def _row(
-    llm: LLM, rows: int, count: int, found: Mapping[tuple[int, bool], list[tuple[float, int]]]
+    llm: LLM, rows: int, count: int, found: Mapping[tuple[int, bool], list[tuple[float, float]]]
 ) -> dict[str, Any]:
     alone = statistics.median(ms for ms, _ in found[count, False])
     with_grammar = found[count, bool(count)]
@@ -118,9 +127,9 @@ def _row(
         "free_rows": rows,
         "constrained_rows": count,
         "vocab_size": llm.model.vocab_size,
-        "ms_per_step": ms,
-        "ms_per_step_all_free": alone,
-        "steps": with_grammar[0][1],
+        "ms_per_token": ms,
+        "ms_per_token_all_free": alone,
+        "timed_tokens": with_grammar[0][1],
         "repeats": len(with_grammar),
         "overhead_percent": 100 * (ms / alone - 1),
     }
