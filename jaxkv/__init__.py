@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.llm import LLM
     from jaxkv.models.flax_model import FlaxModel
     from jaxkv.models.registry import load_model
+    from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
     from jaxkv.scoring import score
 
 _HOMES = {
@@ -38,9 +39,11 @@ _HOMES = {
     "SamplingParams": "jaxkv.config.sampling",
     "SpeculationConfig": "jaxkv.config.speculation",
     "StructuredOutputs": "jaxkv.config.structured_outputs",
+    "TensorParallel": "jaxkv.models.tensor_parallel",
     "generate": "jaxkv.generation",
     "load_model": "jaxkv.models.registry",
     "score": "jaxkv.scoring",
+    "tensor_mesh": "jaxkv.models.tensor_parallel",
 }
 
 __all__ = [
@@ -55,9 +58,11 @@ __all__ = [
     "SamplingParams",
     "SpeculationConfig",
     "StructuredOutputs",
+    "TensorParallel",
     "generate",
     "load_model",
     "score",
+    "tensor_mesh",
 ]
 
 show_messages(os.environ.get(VARIABLE, ""))

@@ -159,6 +159,7 @@ def _llm(options: argparse.Namespace, screen: Screen) -> "LLM":
         implementation=options.implementation,
         ignore_config_keys=options.ignore_config_keys,
         quantization=options.quantization,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 
@@ -238,6 +239,7 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
             implementation=options.implementation,
             ignore_config_keys=options.ignore_config_keys,
             quantization=options.quantization,
+            tensor_parallel_size=options.tensor_parallel_size,
             logits_processors=processor_functions(processor_places(options)),
         )
     )

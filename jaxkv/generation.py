@@ -22,6 +22,7 @@ from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
+from jaxkv.models.tensor_parallel import mesh_of
 from jaxkv.padded_prompts import (
     PromptLens,
     Prompts,
@@ -405,7 +406,7 @@ def static_cache(
     layout = group_layers((*specs, LayerSpec(model.num_layers, choice)))
     counts = {g.name: rows if g.unit == "page" else rows + 1 for g in layout.groups}
     model = model.running(choose_implementation(model, params, layout, counts).name)
-    return model, layout, init_cache(layout, counts)
+    return model, layout, init_cache(layout, counts, device=mesh_of(model))
 
 
 def pack_on_device(

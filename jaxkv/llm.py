@@ -54,6 +54,7 @@ from jaxkv.models.registry import (
     load_params,
     resolve_dtype,
 )
+from jaxkv.models.tensor_parallel import TensorParallel, over_devices
 from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
     bytes_of_types,
@@ -210,6 +211,8 @@ class LLM:
             defaults of `LoraConfig`.
         speculation: drafts of the next tokens, which decode steps verify and which change no token; a field of `engine`
             too.
+        tensor_parallel_size: number of devices that compute the model together, each a part of every layer, see
+            `TensorParallel`.
         options: fields of `cache`, `engine` and `lora` under vLLM's names, such as `max_num_seqs`;
             `jaxkv.config.vllm_names` lists them. They replace what `cache`, `engine` and `lora` have.
 
@@ -242,6 +245,7 @@ class LLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         lora: LoraConfig | bool | None = None,
         speculation: SpeculationConfig | None = None,
+        tensor_parallel_size: int = 1,
         **options: object,
     ) -> None:
         refuse_forked_user()
@@ -259,20 +263,22 @@ class LLM:
         max_model_len = resolve_length(max_model_len, decoder.max_positions)
         decoder = decoder.limited(max_model_len)
         expected = expected_params(directory, decoder, dtype=dtype, quantization=quantization)
-        weights = bytes_of_types(expected)
+        divided = over_devices(decoder, tensor_parallel_size, expected)
+        weights = bytes_of_types(expected if divided is None else divided.param_shapes(dtype))
 
         def load() -> Params:
             if load_format != "dummy":
                 fetch_weights(model, directory, revision, progress=progress)
             with named_exhaustion(f"loading weights of {weights:,} bytes"):
                 if load_format == "dummy":
-                    return decoder.init_params_like(_key(seed or 0), expected)
+                    return (divided or decoder).init_params_like(_key(seed or 0), expected)
                 return load_params(
                     directory,
                     decoder,
                     dtype=dtype,
                     quantization=quantization,
                     progress=progress and sys.stderr.isatty(),
+                    placed=None if divided is None else divided.divide,
                 )
 
         self.directory, self.tokenizer = directory, tokenizer
@@ -281,7 +287,15 @@ class LLM:
         self._progress = progress
         programs = Programs(strict=strict)
         self._allocate(
-            decoder, load, weights, dtype, cache, engine, programs, logits_processors, room
+            divided or decoder,
+            load,
+            weights,
+            dtype,
+            cache,
+            engine,
+            programs,
+            logits_processors,
+            room,
         )
 
     @classmethod
@@ -313,7 +327,8 @@ class LLM:
             >>> llm.update_weights(trained)  # after each step of training
 
         Args:
-            model: a `Decoder`, as `jaxkv.load_model` returns it, or a `FlaxModel` of a module of your own.
+            model: a `Decoder`, as `jaxkv.load_model` returns it, one over several devices (`TensorParallel`), or a
+                `FlaxModel` of a module of your own.
             params: its parameters; arrays on the device are used as they are, without a copy, and must live until
                 `update_weights` replaces them.
             tokenizer: a tokenizer, or the model directory that has one, whose generation_config.json then also sets
@@ -358,11 +373,12 @@ class LLM:
             llm.tokenizer = load_tokenizer(llm.directory)
         if eos_ids is None:
             own = llm.tokenizer.eos_ids if llm.tokenizer else ()
-            eos_ids = _named_ends(model.config, own) if isinstance(model, Decoder) else own
+            has_files = isinstance(model, Decoder | TensorParallel)
+            eos_ids = _named_ends(model.config, own) if has_files else own
         llm.eos_ids = _checked_ends(eos_ids, model.vocab_size)
         llm.max_model_len = resolve_length(max_model_len, model.max_positions)
         llm._progress = progress
-        if isinstance(model, Decoder):
+        if isinstance(model, Decoder | TensorParallel):
             model = model.limited(llm.max_model_len)
         if implementation is not None:
             model = model.running(implementation)

@@ -34,6 +34,7 @@ _SPELLED = {
     "prefix_tokens": "--prefix-tokens",
     "prompt_tokens": "--prompt-tokens",
     "repetition_penalty": "--repetition-penalty",
+    "tensor_parallel_size": "--tensor-parallel-size",
     "token_budget": "--token-budget",
     "top_k": "--top-k",
     "top_p": "--top-p",
@@ -185,6 +186,13 @@ def add_model_options(parser: argparse.ArgumentParser, *, max_sequences: int | N
         metavar="NAME",
         help="of keys and values: auto (that of the weights), float32, bfloat16, float16, fp8 or int8 "
         "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=size,
+        default=1,
+        metavar="N",
+        help="devices that compute the model together, each a part of every layer (default: %(default)s)",
     )
     parser.add_argument(
         "--implementation",

@@ -1,7 +1,8 @@
 """Plans the cache's memory and the programs to compile, before weights are loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ from jaxkv.models.hf_config.ignored_keys import describe_ignored
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, expected_params, load_config, resolve_dtype
+from jaxkv.models.tensor_parallel import TensorParallel, over_devices
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import Cost, cost_name, read_costs
 from jaxkv.programs.jax_cache import enable_compile_cache
@@ -93,8 +95,20 @@ def model_for[M: Model](model: M, cache: CacheConfig, engine: EngineConfig) -> M
     """Returns the model that keeps in its cache what `cache` demands, and is batch invariant if `engine` demands it.
 
     Raises:
-        ValueError: the model has no experts to keep, or is a module whose sums are not this package's.
+        ValueError: the model has no experts to keep, or is a module whose sums are not this package's; or it is on
+            several devices, and the options need one.
     """
+    if isinstance(model, TensorParallel):
+        for name, value in (
+            ("batch_invariant", engine.batch_invariant),
+            ("host_bytes", cache.host_bytes),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name} is supported on one device only, and tensor_parallel_size is {model.count}; turn one of "
+                    "them off"
+                )
+        return replace(model, whole=model_for(model.whole, cache, engine))
     if engine.batch_invariant:
         if not isinstance(model, Decoder):
             raise ValueError(
@@ -148,7 +162,7 @@ def plan_cache(
     )
     layers = (*specs, LayerSpec(model.num_layers, choice))
     layout = group_layers(layers)
-    if cache.full_hits and isinstance(model, Decoder) and layout.state_groups:
+    if cache.full_hits and isinstance(model, Decoder | TensorParallel) and layout.state_groups:
         kept = outputs_spec(model.config.hidden_size, dtype=dtype)
         if _checkpoints(layout, cache, free_bytes):
             layout = group_layers((*layers, LayerSpec(model.num_layers, kept)))
@@ -207,6 +221,7 @@ def explain_plan(
     ignore_config_keys: Sequence[str] = (),
     quantization: str | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
+    tensor_parallel_size: int = 1,
 ) -> str:
     """Returns the text of `jaxkv plan` for a model directory, of which only config files are read.
 
@@ -222,6 +237,7 @@ def explain_plan(
         ignore_config_keys: keys of config.json to ignore, see `LLM`.
         quantization: form that plain weights are rounded to, see `LLM`.
         logits_processors: see `LLM`; the cache then holds the token ids of each sequence too.
+        tensor_parallel_size: devices that compute the model together, see `LLM`; all bytes are then those of each.
 
     Raises:
         ValueError: as for `LLM`, except that an fp8 cache is planned even where it would be refused; and the weights
@@ -230,11 +246,15 @@ def explain_plan(
     engine = engine or EngineConfig()
     directory = Path(directory) if directory is not None else default_model.path()
     config = load_config(directory, ignore_config_keys=ignore_config_keys)
-    model = build_model(config, implementation=implementation)
-    length = resolve_length(max_model_len, model.max_positions)
-    model = model_for(model.limited(length), cache, engine)
+    whole = build_model(config, implementation=implementation)
+    length = resolve_length(max_model_len, whole.max_positions)
+    whole = whole.limited(length)
     resolved = resolve_dtype(dtype, config.dtype)
-    params = expected_params(directory, model, dtype=resolved, quantization=quantization)
+    params = expected_params(directory, whole, dtype=resolved, quantization=quantization)
+    divided = over_devices(whole, tensor_parallel_size, params, planned=True)
+    model = model_for(divided or whole, cache, engine)
+    if divided is not None:
+        params = divided.param_shapes(resolved)
     weights = bytes_of_types(params)
     if free_bytes is not None:
         rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
@@ -256,7 +276,10 @@ def explain_plan(
     lines = [
         f"{config.family}: {model.num_layers} layers, {model.vocab_size:,} token ids, in {resolved}; "
         f"{per_token:,} bytes of cache per token",
-        *_weights(directory, model, params, resolved),
+        *_weights(
+            directory, whole, params, resolved, roundings=ROUNDINGS if divided is None else ()
+        ),
+        *_devices(tensor_parallel_size),
         runs,
         *_invariance(engine),
         *_sampling(directory),
@@ -269,6 +292,12 @@ def explain_plan(
         *_programs(model.running(implementation), params, layout, length, cache, engine),
     ]
     return "\n".join(lines)
+
+
+def _devices(count: int) -> list[str]:
+    """Returns the line on the devices that divide the model; none for one device."""
+    told = f"{count} devices compute the model together; bytes are those of each of them"
+    return [told] * (count > 1)
 
 
 def _invariance(engine: EngineConfig) -> list[str]:
@@ -316,11 +345,18 @@ def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
 
 
 def bytes_of_types(params: Params) -> int:
-    """Returns the bytes of parameters on the device, given their types."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    """Returns the bytes of parameters on each device, given their types, with shardings if there are several."""
+
+    def size(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(params)))
 
 
-def _weights(directory: Path, model: Decoder, params: Params, dtype: str) -> list[str]:
+def _weights(
+    directory: Path, model: Decoder, params: Params, dtype: str, *, roundings: Iterable[str]
+) -> list[str]:
     """Returns the lines on what the weights take, as they are and rounded to fewer bits."""
     lines = [f"weights: {bytes_of_types(params):,} bytes"]
     if has_few_bits(params):
@@ -328,7 +364,7 @@ def _weights(directory: Path, model: Decoder, params: Params, dtype: str) -> lis
         return [*lines, f"  expected by config.json: {told}"]
     others = {
         name: bytes_of_types(expected_params(directory, model, dtype=dtype, quantization=name))
-        for name in ROUNDINGS
+        for name in roundings
         if scheme_of(directory) is None
     }
     told = ", ".join(f"{name} {size:,} bytes" for name, size in others.items())
@@ -345,7 +381,7 @@ def _beside_weights(free_bytes: int, weights: int) -> int:
 
 
 def _runs_as(
-    model: Decoder, params: Params, layout: CacheLayout, budget: Budget, cache: CacheConfig
+    model: Model, params: Params, layout: CacheLayout, budget: Budget, cache: CacheConfig
 ) -> tuple[str, str]:
     """Returns the line with the model's implementation, and its name; plans fp8 even where it would be refused."""
     try:
@@ -361,7 +397,7 @@ def _runs_as(
 
 
 def _programs(
-    model: Decoder,
+    model: Model,
     params: Params,
     layout: CacheLayout,
     length: int,

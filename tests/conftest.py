@@ -10,6 +10,8 @@ from pathlib import Path
 # a small machine or it deadlocks, and the pool is sized when JAX is imported.
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Models over several devices run on parts of one CPU. Others use the first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # The tests' tensors are tiny. With a thread per core in each of pytest's processes, PyTorch's threads spin while
 # they wait for one another, a third of the processor time of tests against it. It is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -22,9 +22,11 @@ PUBLIC = {
         "SamplingParams",
         "SpeculationConfig",
         "StructuredOutputs",
+        "TensorParallel",
         "generate",
         "load_model",
         "score",
+        "tensor_mesh",
     },
     "pallas_kernels": {
         "causal_conv",

@@ -164,6 +164,7 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
         implementation=options.implementation,
         ignore_config_keys=tuple(options.ignore_config_keys),
         quantization=options.quantization,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     screen.status("")
     if options.requests is None and jax.default_backend() == "cpu":

@@ -16,6 +16,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.llm import LLM
 from jaxkv.models.registry import build_model, load_config, resolve_dtype, rules_for
+from jaxkv.models.tensor_parallel import over_devices
 from jaxkv.plan import free_bytes, model_for, plan_cache, resolve_length
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
@@ -41,6 +42,7 @@ class Served:
         implementation: family of implementations of the ops; `None` for the best.
         ignore_config_keys: keys of the directory's config.json to ignore, see `LLM`.
         quantization: "fp8", "int8" or "int4" for weights rounded to it, see `LLM`; those of a shape are drawn in it.
+        tensor_parallel_size: devices that compute the model together, see `LLM`.
     """
 
     shape: str | None = None
@@ -53,6 +55,7 @@ class Served:
     implementation: str | None = None
     ignore_config_keys: tuple[str, ...] = ()
     quantization: str | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
@@ -92,24 +95,26 @@ class Served:
             progress=False,
             ignore_config_keys=self.ignore_config_keys,
             quantization=self.quantization,
+            tensor_parallel_size=self.tensor_parallel_size,
         )
         return llm.engine
 
     def _random(self) -> Engine:
         assert self.shape is not None, "only shapes have random weights"
         enable_compile_cache()
-        model = replace(build_model(SHAPES[self.shape]), implementation=self.implementation)
-        model = model_for(model, self.cache, self.engine)
+        whole = replace(build_model(SHAPES[self.shape]), implementation=self.implementation)
         dtype = resolve_dtype(self.dtype, "bfloat16")
-        length = resolve_length(self.max_model_len, model.max_positions)
+        length = resolve_length(self.max_model_len, whole.max_positions)
         check_quantization(self.quantization, None)
         types = expected_shapes(
-            model,
-            rules_for(model.config),
+            whole,
+            rules_for(whole.config),
             dtype=dtype,
             scheme=None,
             quantization=self.quantization,
         )
+        divided = over_devices(whole, self.tensor_parallel_size, types)
+        model = model_for(divided or whole, self.cache, self.engine)
         # This compiles one program per shape of a leaf; one program for all leaves would take 40 s to compile.
         params = jax.block_until_ready(model.init_params_like(jax.random.key(0), types))
         room = free_bytes(self.cache.memory_share)

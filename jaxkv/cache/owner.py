@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache, init_cache
@@ -19,7 +19,7 @@ class CacheOwner:
     Args:
         layout: the groups.
         counts: group name -> number of pages or states.
-        device: device or sharding of the arrays; `None` for JAX's default device.
+        device: where the arrays are, see `init_cache`.
 
     Raises:
         ValueError: `counts` does not fit the layout, see `init_cache`.
@@ -30,7 +30,7 @@ class CacheOwner:
         layout: CacheLayout,
         counts: Mapping[str, int],
         *,
-        device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: jax.Device | Sharding | Mesh | None = None,  # pyright: ignore[reportInvalidTypeForm]
     ) -> None:
         self.layout = layout
         self.counts = dict(counts)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -38,8 +38,11 @@ class ArraySpec:
 
     Attributes:
         role: the kind of its contents, one of `ROLE_ORDER`.
-        shape: shape per token (paged) or per state.
+        shape: shape per token (paged) or per state, over all devices.
         dtype: name of a numpy or ml_dtypes dtype, such as "bfloat16".
+        split: axis of `shape` that the devices of a tensor-parallel model divide, such as that of heads; `None` if each
+            has all of it.
+        devices: number of devices that divide it.
 
     Raises:
         ValueError: an unknown role or dtype, or a size below 1.
@@ -48,6 +51,8 @@ class ArraySpec:
     role: str
     shape: tuple[int, ...]
     dtype: str
+    split: int | None = None
+    devices: int = 1
 
     def __post_init__(self) -> None:
         """Checks role, shape and dtype."""
@@ -65,8 +70,17 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes per token (paged) or per state."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        """Bytes per token (paged) or per state, on each device."""
+        return math.prod(self.shape) // self.devices * np.dtype(self.dtype).itemsize
+
+    def joined(self, devices: int) -> "ArraySpec":
+        """Returns the array whose part on each of several devices is this one."""
+        if self.split is None:
+            return self
+        shape = [
+            size * devices if axis == self.split else size for axis, size in enumerate(self.shape)
+        ]
+        return replace(self, shape=tuple(shape), devices=devices)
 
 
 def _in_role_order(kind: str, arrays: Iterable[ArraySpec]) -> tuple[ArraySpec, ...]:
@@ -220,7 +234,10 @@ class Group:
 
 @dataclass(frozen=True)
 class NamedArray:
-    """One array of the cache: name, layer, role, group name, whole shape, dtype name, and bytes."""
+    """One array of the cache: name, layer, role, group name, whole shape, dtype name, and bytes on each device.
+
+    `split` is the axis that devices divide; `None` if each has all of it.
+    """
 
     name: str
     layer: int
@@ -229,6 +246,7 @@ class NamedArray:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+    split: int | None = None
 
 
 @dataclass(frozen=True)
@@ -299,10 +317,12 @@ class CacheLayout:
 
 
 def _named_array(layer: int, array: ArraySpec, group: Group, count: int) -> NamedArray:
-    shape = (count, *group.spec.leading, *array.shape)
-    nbytes = math.prod(shape) * np.dtype(array.dtype).itemsize
+    leading = (count, *group.spec.leading)
+    nbytes = math.prod(leading) * array.nbytes
     name = f"layer{layer}.{array.role}"
-    return NamedArray(name, layer, array.role, group.name, shape, array.dtype, nbytes)
+    split = None if array.split is None else len(leading) + array.split
+    shape = (*leading, *array.shape)
+    return NamedArray(name, layer, array.role, group.name, shape, array.dtype, nbytes, split)
 
 
 def group_layers(layer_specs: Iterable[LayerSpec]) -> CacheLayout:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from jaxkv._pytree import pytree, static_field
-from jaxkv.cache.spec import CacheLayout
+from jaxkv.cache.spec import CacheLayout, NamedArray
 
 PADDING_HEADROOM = 2**20
 """Slot numbers past the end of a pool that padding may use without overflow of int32."""
@@ -75,14 +75,15 @@ def init_cache(
     layout: CacheLayout,
     counts: Mapping[str, int],
     *,
-    device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    device: jax.Device | Sharding | Mesh | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Cache:
     """Allocates every array of the layout, filled with zeros.
 
     Args:
         layout: the groups.
         counts: group name -> number of pages or states.
-        device: device or sharding of the arrays; `None` for JAX's default device.
+        device: device or sharding of the arrays, or the mesh of the devices that divide them (`ArraySpec.split`);
+            `None` for JAX's default device.
 
     Raises:
         ValueError: a group has more slots than int32 can number with padding, `counts` does not fit the layout, or
@@ -103,8 +104,18 @@ def init_cache(
                 f"{array.name} would be {array.dtype}, which JAX silently narrows without its 64-bit mode; "
                 f"choose a narrower dtype"
             )
-    arrays = tuple(jnp.zeros(array.shape, array.dtype, device=device) for array in named)
+    places = [_place(array, device) if isinstance(device, Mesh) else device for array in named]
+    arrays = tuple(
+        jnp.zeros(array.shape, array.dtype, device=place)
+        for array, place in zip(named, places, strict=True)
+    )
     return Cache(arrays=arrays, keys=tuple((array.layer, array.role) for array in named))
+
+
+def _place(array: NamedArray, mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array over the devices of a mesh of one axis."""
+    axes = [mesh.axis_names[0] if axis == array.split else None for axis in range(len(array.shape))]
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def copy_units(

@@ -29,10 +29,13 @@ def _key_value(
         names = ", ".join(map(repr, QUANTISED))
         raise ValueError(f"quantised must be None or one of {names}, got {quantised!r}")
     stored = QUANTISED[quantised] if quantised else dtype
-    arrays = tuple(ArraySpec(role, (kv_heads, head_dim), stored) for role in ("key", "value"))
+    arrays = tuple(
+        ArraySpec(role, (kv_heads, head_dim), stored, split=0) for role in ("key", "value")
+    )
     if quantised is None:
         return arrays
-    scales = (ArraySpec(role, (kv_heads,), "float32") for role in ("key_scale", "value_scale"))
+    roles = ("key_scale", "value_scale")
+    scales = (ArraySpec(role, (kv_heads,), "float32", split=0) for role in roles)
     return (*arrays, *scales)
 
 
@@ -165,8 +168,8 @@ def mamba2(
     """
     channels = heads * head_dim + 2 * groups * d_state
     arrays = (
-        ArraySpec("conv", (d_conv - 1, channels), dtype),
-        ArraySpec("ssm", (heads, head_dim, d_state), state_dtype),
+        ArraySpec("conv", (d_conv - 1, channels), dtype, split=1),
+        ArraySpec("ssm", (heads, head_dim, d_state), state_dtype, split=0),
     )
     return StateSpec("mamba2", arrays, chunk_size=chunk_size)
 
@@ -196,8 +199,8 @@ def delta(
     """
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     arrays = (
-        ArraySpec("conv", (d_conv - 1, channels), dtype),
-        ArraySpec("delta", (value_heads, key_dim, value_dim), state_dtype),
+        ArraySpec("conv", (d_conv - 1, channels), dtype, split=1),
+        ArraySpec("delta", (value_heads, key_dim, value_dim), state_dtype, split=0),
     )
     return StateSpec("delta", arrays, chunk_size=chunk_size)
 

@@ -66,7 +66,6 @@ _UNSUPPORTED = {
     "hf_token": "set HF_TOKEN, or run `hf auth login`",
     "generation_config": "llm.get_default_sampling_params() returns what generation_config.json recommends",
     "trust_remote_code": "nothing in a model directory is executed",
-    "tensor_parallel_size": "jaxkv runs on one device",
     "enforce_eager": "every step is a compiled program",
     "swap_space": "cache=CacheConfig(host_bytes=...) keeps evicted prefixes in host memory",
     "enable_chunked_prefill": "prompts are always computed in chunks; see max_num_batched_tokens",

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import Group
+from jaxkv.cache.state import Cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.offload.prefix_catalogue import Source, collect, page_size_of
@@ -173,16 +175,24 @@ def _read(
         yield from (found[source] for source in part)
 
 
+def _everywhere(cache: Cache) -> Sharding:
+    """Returns the sharding that gives each device of a cache a copy."""
+    place = cache.arrays[0].sharding
+    if isinstance(place, NamedSharding):
+        return NamedSharding(place.mesh, PartitionSpec())
+    return place
+
+
 def _write(runner: ModelRunner, file: PrefixFile, restore: Restore, group: Group) -> int:
     """Writes the units of a group to the cache; returns their bytes."""
     moves = restore.moves(group.name)
-    [device] = jax.tree.leaves(runner.cache)[0].devices()
+    place = _everywhere(runner.cache)
     for part in _parts(group, moves):
         size = bucket_of(len(part))
         ids: np.ndarray = pad_ids([one.unit for one in part], size, runner.counts[group.name])
         units = [file.read(group, one.handle) for one in part]
         # Wait here, so that a failed copy raises before the cache is donated.
-        placed = jax.block_until_ready(jax.device_put(units, device))
+        placed = jax.block_until_ready(jax.device_put(units, place))
         padded = (*placed, *placed[-1:] * (size - len(placed)))
         runner.update(SwapSpec(False, group.index, size), ids, padded)
     return len(moves) * group.bytes_per_unit

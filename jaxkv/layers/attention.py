@@ -14,6 +14,7 @@ from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles
+from jaxkv.layers.shards import Shards
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.families import member
 from pallas_kernels.formats.quantise import quantise
@@ -56,6 +57,7 @@ def attention(
     angles: Angles,
     *,
     sizes: AttentionSizes,
+    shards: Shards | None = None,
     joining: Joining | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Any]:
@@ -74,6 +76,7 @@ def attention(
         tables: page table and write slots of the layer's group.
         angles: from `rope_angles`.
         sizes: sizes and options.
+        shards: the devices that divide the heads, which a norm over all of them needs; `None` for one device.
         joining: the residual stream to which the output projection adds; `None` to return the output alone.
         implementation: family of implementations that every op must use; `None` for the best.
 
@@ -83,7 +86,15 @@ def attention(
     run = partial(matmul, implementation=implementation)
     qkv = run(params["qkv"], x, bias=params.get("qkv_bias"))
     layer_cache, mixed = attend_projected(
-        params, layer_cache, qkv, batch, tables, angles, sizes=sizes, implementation=implementation
+        params,
+        layer_cache,
+        qkv,
+        batch,
+        tables,
+        angles,
+        sizes=sizes,
+        shards=shards,
+        implementation=implementation,
     )
     return layer_cache, run(params["o"], mixed, bias=params.get("o_bias"), joining=joining)
 
@@ -97,6 +108,7 @@ def attend_projected(
     angles: Angles,
     *,
     sizes: AttentionSizes,
+    shards: Shards | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens heads_size"]]:
     """Computes `attention` between its two projections; `qkv` is the output of the first one."""
@@ -105,8 +117,8 @@ def attend_projected(
     if "wide_q_norm" in params:
         bounds = (heads * head_dim, (heads + kv_heads) * head_dim)
         q, k, v = jnp.split(qkv, bounds, axis=1)
-        q = rms_norm(params["wide_q_norm"], q, eps=sizes.norm_eps)
-        k = rms_norm(params["wide_k_norm"], k, eps=sizes.norm_eps)
+        q = rms_norm(params["wide_q_norm"], q, eps=sizes.norm_eps, shards=shards)
+        k = rms_norm(params["wide_k_norm"], k, eps=sizes.norm_eps, shards=shards)
         qkv = jnp.concatenate((q, k, v), axis=1)
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
     late = params.get("late_qk_norm")

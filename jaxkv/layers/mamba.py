@@ -13,6 +13,7 @@ from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
 from jaxkv.layers.recurrence import convolve, recur
+from jaxkv.layers.shards import Shards
 from pallas_kernels import ssd_scan, ssd_update
 
 
@@ -26,6 +27,7 @@ def mamba2_mixer(
     mamba: MambaConfig,
     norm_eps: float,
     multipliers: tuple[float, ...] = (),
+    shards: Shards | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes the state-space layer over each row's new tokens, and writes the state after them.
@@ -42,6 +44,7 @@ def mamba2_mixer(
         mamba: sizes.
         norm_eps: epsilon of the gated norm.
         multipliers: factors of gate, input, B, C and step sizes; empty for none.
+        shards: the devices that divide the components of one norm; `None` if each has whole groups of them.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -72,7 +75,7 @@ def mamba2_mixer(
         dt_limits=mamba.dt_limit,
     )
     mixed = mixed.reshape(x.shape[0], mamba.d_inner)
-    gated = _gate(params, mixed, projected[:, : mamba.d_inner], mamba, norm_eps)
+    gated = _gate(params, mixed, projected[:, : mamba.d_inner], mamba, norm_eps, shards)
     out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
     return {"conv": conv, "ssm": ssm}, out
 
@@ -83,6 +86,7 @@ def _gate(
     gate: Float[Array, "tokens d_inner"],
     mamba: MambaConfig,
     norm_eps: float,
+    shards: Shards | None,
 ) -> Float[Array, "tokens d_inner"]:
     if not mamba.norm_groups:
         gate = jax.nn.silu(gate.astype(jnp.float32))
@@ -94,6 +98,7 @@ def _gate(
         groups=mamba.norm_groups,
         gate_first=mamba.gate_first,
         eps=norm_eps,
+        shards=shards,
     )
 
 

@@ -4,18 +4,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv.layers.shards import Shards
 from pallas_kernels.fixed_order import sum_of_last
 
 
 def rms_norm(
-    weight: Float[Array, " width"], x: Float[Array, "*rows width"], *, eps: float
+    weight: Float[Array, " width"],
+    x: Float[Array, "*rows width"],
+    *,
+    eps: float,
+    shards: Shards | None = None,
 ) -> Float[Array, "*rows width"]:
     """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then multiplies by the weight.
 
-    If the weight's dtype differs from that of `x`, the multiplication is in float32, before the cast.
+    If the weight's dtype differs from that of `x`, the multiplication is in float32, before the cast. `shards` are the
+    devices that have equal parts of each row; `None` for whole rows.
     """
     wide = x.astype(jnp.float32)
-    mean_square = _mean(jnp.square(wide))
+    mean_square = _mean(jnp.square(wide), shards)
     unit = wide * jax.lax.rsqrt(mean_square + eps)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     if weight.dtype == x.dtype:
@@ -51,6 +57,7 @@ def gated_group_norm(
     groups: int,
     gate_first: bool,
     eps: float,
+    shards: Shards | None = None,
 ) -> Float[Array, "rows width"]:
     """Multiplies by a SiLU gate and scales each group of components to unit RMS, in float32 (Mamba-2's output norm).
 
@@ -61,15 +68,17 @@ def gated_group_norm(
         groups: number of equal groups of components, each normalised separately.
         gate_first: apply the gate before norm and weight; otherwise after them.
         eps: added to the mean square.
+        shards: the devices that have equal parts of each group; `None` for whole groups.
     """
     gate, wide = jax.nn.silu(gate.astype(jnp.float32)), x.astype(jnp.float32)
     wide = wide * gate if gate_first else wide
     grouped = wide.reshape(x.shape[0], groups, -1)
-    mean_square = _mean(jnp.square(grouped))
+    mean_square = _mean(jnp.square(grouped), shards)
     wide = (grouped * jax.lax.rsqrt(mean_square + eps)).reshape(x.shape)
     wide = wide * weight.astype(jnp.float32)[None]
     return (wide if gate_first else wide * gate).astype(x.dtype)
 
 
-def _mean(x: Float[Array, "*rows width"]) -> Float[Array, "*rows 1"]:
-    return sum_of_last(x) / x.shape[-1]
+def _mean(x: Float[Array, "*rows width"], shards: Shards | None = None) -> Float[Array, "*rows 1"]:
+    own = sum_of_last(x) / x.shape[-1]
+    return own if shards is None else shards.mean(own)

@@ -12,6 +12,7 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed
 from jaxkv.layers.rope import Angles
+from jaxkv.layers.shards import Shards
 
 BlockOutput = tuple[dict[str, Array], Any]
 """The result of a block: role -> the layer's updated cache arrays, and the output `[tokens, hidden_size]`.
@@ -19,6 +20,25 @@ BlockOutput = tuple[dict[str, Array], Any]
 The output is added to the residual stream by the decoder. If `BlockInputs.joining` is given, the block adds it
 itself and returns the sum instead, as a `Weighed` if a norm follows.
 """
+
+
+class Split(NamedTuple):
+    """How the devices of a tensor-parallel model divide a parameter along one axis.
+
+    Attributes:
+        axis: the axis.
+        parts: the size of each consecutive part of the axis, and the number of units in it that stay whole, such as
+            heads. A device has its share of the units of every part, part after part. Devices share a unit if a part
+            has fewer units than there are devices; a part of one unit is on all of them. Empty for the bias of a sum
+            over the devices: the first device has it, and the others have zeros.
+    """
+
+    axis: int = 0
+    parts: tuple[tuple[int, int], ...] = ()
+
+
+ONCE = Split()
+"""The split of the bias of a sum over the devices."""
 
 
 class Leaf(NamedTuple):
@@ -32,6 +52,7 @@ class Leaf(NamedTuple):
         adapts: whether requests may add low-rank adapters to it (`jaxkv.layers.adapted`): a matrix [out, in] that the
             block uses in `linear` or `matmul` of `jaxkv.layers.linear` alone, with a row of `x` for each token.
         is_experts: whether it is the weights of all experts, which `mixture_of_experts` alone uses.
+        split: how the devices of a tensor-parallel model divide it; `None` if each has all of it.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +61,7 @@ class Leaf(NamedTuple):
     is_shared: bool = False
     adapts: bool = False
     is_experts: bool = False
+    split: Split | None = None
 
     @property
     def takes_few_bits(self) -> bool:
@@ -65,6 +87,7 @@ class BlockInputs:
         tables: page or state tables of the layer's group; `None` for a block without cache.
         chosen_experts: a mixture of experts appends the experts that each token's router chose; `None` if they are not
             kept.
+        shards: the devices of which the block computes one's part; `None` for a whole block.
     """
 
     config: ModelConfig
@@ -79,6 +102,7 @@ class BlockInputs:
     cache: Mapping[str, Array] = field(default_factory=dict)
     tables: PagedTables | StateTables | None = None
     chosen_experts: list[Int[Array, "tokens top_k"]] | None = None
+    shards: Shards | None = None
 
     @property
     def hidden(self) -> Float[Array, "tokens hidden_size"]:

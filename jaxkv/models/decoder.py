@@ -6,7 +6,7 @@ and adds the sum of their outputs to the stream. In "transformer>mamba2" the fir
 and its output is added to the input of the norm, but not to the stream. Blocks are in `jaxkv.models.blocks.BLOCKS`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,9 @@ from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
+from jaxkv.layers.shards import Shards
 from jaxkv.models.as_prompts import as_prompts
-from jaxkv.models.block import BlockInputs, Leaf, required
+from jaxkv.models.block import BlockInputs, Leaf, Split, required
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
 from jaxkv.weights.quantised.draw_few_bits import draw_few_bits
@@ -52,6 +53,8 @@ class Decoder:
             that predict further tokens for it, have consecutive layers; layers with equal specs share tables.
         keeps_experts: whether steps store the experts that each token's routers chose in the cache, in pages of their
             own at the layer after the last one (`jaxkv.cache.variants.routed_experts`).
+        shards: the devices of which this decoder is one's part, with sizes from `shard_config`; `None` for a whole
+            model. Its functions then run under `jax.shard_map`.
         batch_invariant: whether a token's bits depend on its own sequence alone: neither on other rows of its steps,
             nor on how its prompt is divided among steps, nor on whether a step computed it as part of a prompt or
             alone. All sums then have a fixed order (`pallas_kernels.fixed_order`).
@@ -65,6 +68,7 @@ class Decoder:
     layer_offset: int = 0
     keeps_experts: bool = False
     batch_invariant: bool = False
+    shards: Shards | None = None
 
     def __post_init__(self) -> None:
         """Checks the pattern, and that there are experts to keep."""
@@ -140,39 +144,52 @@ class Decoder:
         return (*specs, LayerSpec(self.layer_offset + self.num_layers, kept))
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
-        """Returns random parameters in `dtype`, drawn leaf by leaf on the device; norm weights are ones."""
-        leaves, tree = jax.tree.flatten(self._leaves(), is_leaf=lambda node: isinstance(node, Leaf))
-        drawn = [
-            _make(jax.random.fold_in(key, index), leaf, jnp.dtype(leaf.dtype or dtype))
-            for index, leaf in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(tree, drawn)
+        """Returns random parameters in `dtype`; norm weights are ones."""
+        return self.init_params_like(key, self.param_shapes(dtype))
 
-    def init_params_like(self, key: PRNGKeyArray, types: Params) -> Params:
-        """Returns random parameters of given types, which may be `FewBits` of types, drawn leaf by leaf."""
-        leaves, tree = jax.tree.flatten(self._leaves(), is_leaf=lambda node: isinstance(node, Leaf))
-        kinds = jax.tree.leaves(types, is_leaf=is_few_bits)
-        drawn = [
-            draw_few_bits(jax.random.fold_in(key, index), kind, _INIT_SCALE)
-            if isinstance(kind, FewBits)
-            else _make(jax.random.fold_in(key, index), leaf, kind.dtype)
-            for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
-        ]
-        return jax.tree.unflatten(tree, drawn)
+    def init_params_like(
+        self,
+        key: PRNGKeyArray,
+        types: Params,
+        *,
+        placed: Callable[[str, Array], Array] = lambda path, leaf: leaf,
+    ) -> Params:
+        """Returns random parameters of given types, which may be `FewBits` of types, drawn leaf by leaf on the device.
+
+        Args:
+            key: seed.
+            types: the types, in the tree of `param_shapes`.
+            placed: returns what becomes of a plain leaf, given its dotted path, before the next one is drawn.
+        """
+        kinds, tree = jax.tree.flatten(types, is_leaf=is_few_bits)
+        drawn = []
+        for index, (path, leaf) in enumerate(self.leaf_declarations().items()):
+            own, kind = jax.random.fold_in(key, index), kinds[index]
+            if isinstance(kind, FewBits):
+                drawn.append(draw_few_bits(own, kind, _INIT_SCALE))
+            else:
+                drawn.append(placed(path, _make(own, leaf, kind.dtype)))
+        return tree.unflatten(drawn)
 
     def param_shapes(self, dtype: DTypeLike) -> Params:
         """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without computing it."""
-        return jax.eval_shape(lambda: self.init_params(jax.random.key(0), dtype))
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype or dtype)),
+            self._leaves(),
+            is_leaf=lambda node: isinstance(node, Leaf),
+        )
 
     def adapted_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns dotted path -> shape [out, in] of each parameter that requests may add adapters to."""
-        return {path: leaf.shape for path, leaf in self._leaf_paths().items() if leaf.adapts}
+        return {path: leaf.shape for path, leaf in self.leaf_declarations().items() if leaf.adapts}
 
     def few_bits_leaves(self) -> frozenset[str]:
         """Returns the dotted paths of the parameters that may be a `FewBits`."""
-        return frozenset(path for path, leaf in self._leaf_paths().items() if leaf.takes_few_bits)
+        return frozenset(
+            path for path, leaf in self.leaf_declarations().items() if leaf.takes_few_bits
+        )
 
-    def _leaf_paths(self) -> dict[str, Leaf]:
+    def leaf_declarations(self) -> dict[str, Leaf]:
         """Returns dotted path -> declaration of each parameter."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(
             self._leaves(), is_leaf=lambda node: isinstance(node, Leaf)
@@ -197,7 +214,7 @@ class Decoder:
         self, params: Params, cache: Cache, batch: StepBatch
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         config = self.config
-        hidden = scaled(embed(params["embed"], batch.tokens), config.multipliers.embedding)
+        hidden = scaled(self._embed(params["embed"], batch.tokens), config.multipliers.embedding)
         # The dtype of activations; the residual stream may be wider.
         embeddings, narrow = hidden, hidden.dtype
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
@@ -223,6 +240,7 @@ class Decoder:
                     implementation=self.implementation,
                     joining=joining,
                     chosen_experts=chosen,
+                    shards=self.shards,
                 )
                 before, blocks = Stage.parse(stage)
                 x = normed
@@ -242,7 +260,9 @@ class Decoder:
                     normed = Normed(total, config.norm_eps) if is_weighed else None
                     hidden = total.result if is_weighed else total
                     continue
-                total = scaled(sum(added[1:], added[0]), config.multipliers.residual)
+                total = sum(added[1:], added[0])
+                total = total if self.shards is None else self.shards.summed(total)
+                total = scaled(total, config.multipliers.residual)
                 if after is not None:
                     total = rms_norm(after, total, eps=config.norm_eps)
                 hidden = hidden + total.astype(hidden.dtype)
@@ -293,6 +313,8 @@ class Decoder:
         table = params["embed" if self.config.tie_embeddings else "lm_head"]
         with fixed_order(self.batch_invariant):
             logits = unembed(table, hidden, implementation=self.implementation)
+        if self.shards is not None and self.shards.splits_vocab:
+            logits = self.shards.all_logits(logits)
         logits = scaled(logits, self.config.multipliers.logits)
         return soft_capped(logits, self.config.logit_cap)
 
@@ -324,7 +346,8 @@ class Decoder:
         blocks = {stage: BLOCKS.get(stage) for stages in config.pattern for stage in stages}
         joins = all(block is not None and block.joins for block in blocks.values())
         few = joins_norms(self.implementation, batch.tokens.shape[0])
-        if not (few and plain and joins):
+        # The sum over devices comes before the addition.
+        if not (few and plain and joins and self.shards is None):
             return None
         norms = [
             (weights["norms"], row)
@@ -332,6 +355,13 @@ class Decoder:
             for row in range(len(stages))
         ]
         return iter([*norms[1:], (None, 0)])
+
+    def _embed(
+        self, table: Float[Array, "vocab hidden_size"], tokens: Int[Array, " tokens"]
+    ) -> Float[Array, "tokens hidden_size"]:
+        if self.shards is None or not self.shards.splits_vocab:
+            return embed(table, tokens)
+        return self.shards.summed(embed(table, self.shards.own_ids(tokens, table.shape[0])))
 
     def _norm(
         self, weight: Float[Array, " hidden_size"], x: Float[Array, "tokens hidden_size"]
@@ -379,13 +409,14 @@ class Decoder:
 
     def _leaves(self) -> dict:
         config = self.config
-        table = (config.vocab_size, config.hidden_size)
+        ids = Split(0, ((config.vocab_size, config.vocab_size),))
+        table = Leaf((config.vocab_size, config.hidden_size), split=ids)
         leaves = {
-            "embed": Leaf(table),
+            "embed": table,
             "layers": tuple(self._layer_leaves(layer) for layer in range(config.num_layers)),
             "final_norm": Leaf((config.hidden_size,), is_scale=True, dtype=config.norm_dtype),
         }
-        return leaves if config.tie_embeddings else leaves | {"lm_head": Leaf(table)}
+        return leaves if config.tie_embeddings else leaves | {"lm_head": table}
 
     def _layer_leaves(self, layer: int) -> dict[str, Leaf]:
         stages = len(self.config.pattern[layer])

@@ -7,17 +7,19 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts, route
-from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
+from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
 
 
 def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    hidden, inner = config.hidden_size, (config.ffn_size, config.ffn_size)
+    rows = Split(0, (inner, inner))
     leaves = {
-        "gate_up": Leaf((2 * config.ffn_size, config.hidden_size), adapts=True),
-        "down": Leaf((config.hidden_size, config.ffn_size), adapts=True),
+        "gate_up": Leaf((2 * config.ffn_size, hidden), adapts=True, split=rows),
+        "down": Leaf((hidden, config.ffn_size), adapts=True, split=Split(1, (inner,))),
     }
     if config.mlp_bias:
-        leaves["gate_up_bias"] = Leaf((2 * config.ffn_size,))
-        leaves["down_bias"] = Leaf((config.hidden_size,))
+        leaves["gate_up_bias"] = Leaf((2 * config.ffn_size,), split=rows)
+        leaves["down_bias"] = Leaf((hidden,), split=ONCE)
     return leaves
 
 
@@ -35,13 +37,14 @@ def _run_gated(inputs: BlockInputs) -> BlockOutput:
 
 
 def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    hidden, inner = config.hidden_size, (config.ffn_size, config.ffn_size)
     leaves = {
-        "up": Leaf((config.ffn_size, config.hidden_size), adapts=True),
-        "down": Leaf((config.hidden_size, config.ffn_size), adapts=True),
+        "up": Leaf((config.ffn_size, hidden), adapts=True, split=Split(0, (inner,))),
+        "down": Leaf((hidden, config.ffn_size), adapts=True, split=Split(1, (inner,))),
     }
     if config.mlp_bias:
-        leaves["up_bias"] = Leaf((config.ffn_size,))
-        leaves["down_bias"] = Leaf((config.hidden_size,))
+        leaves["up_bias"] = Leaf((config.ffn_size,), split=Split(0, (inner,)))
+        leaves["down_bias"] = Leaf((hidden,), split=ONCE)
     return leaves
 
 
@@ -51,18 +54,24 @@ def _run_plain(inputs: BlockInputs) -> BlockOutput:
 
 def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mixture, hidden = required(config.mixture), config.hidden_size
-    width = mixture.latent_size or hidden
+    width, inner = mixture.latent_size or hidden, (mixture.size, mixture.size)
+    # Each device has a part of every expert, so all of them choose and run the same ones.
+    rows = Split(1, (inner,) * (1 + mixture.gated))
     leaves = {
         "router": Leaf((mixture.experts, hidden)),
         "experts_up": Leaf(
-            (mixture.experts, (1 + mixture.gated) * mixture.size, width), is_experts=True
+            (mixture.experts, (1 + mixture.gated) * mixture.size, width),
+            is_experts=True,
+            split=rows,
         ),
-        "experts_down": Leaf((width, mixture.experts, mixture.size), is_experts=True),
+        "experts_down": Leaf(
+            (width, mixture.experts, mixture.size), is_experts=True, split=Split(2, (inner,))
+        ),
     }
     if mixture.biases:
         leaves["router_bias"] = Leaf((mixture.experts,))
-        leaves["experts_up_bias"] = Leaf(leaves["experts_up"].shape[:2])
-        leaves["experts_down_bias"] = Leaf((mixture.experts, width))
+        leaves["experts_up_bias"] = Leaf(leaves["experts_up"].shape[:2], split=rows)
+        leaves["experts_down_bias"] = Leaf((mixture.experts, width), split=ONCE)
     if mixture.correction:
         leaves["router_correction"] = Leaf((mixture.experts,), dtype="float32")
     if mixture.latent_size is not None:
@@ -89,9 +98,11 @@ def _run_mixture(inputs: BlockInputs) -> BlockOutput:
 
 def _shared_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mixture, hidden = required(config.mixture), config.hidden_size
+    inner, halves = (mixture.shared_size, mixture.shared_size), 1 + mixture.gated
+    rows, columns = Split(0, (inner,) * halves), Split(1, (inner,))
     leaves = {
-        "shared_up": Leaf(((1 + mixture.gated) * mixture.shared_size, hidden), adapts=True),
-        "shared_down": Leaf((hidden, mixture.shared_size), adapts=True),
+        "shared_up": Leaf((halves * mixture.shared_size, hidden), adapts=True, split=rows),
+        "shared_down": Leaf((hidden, mixture.shared_size), adapts=True, split=columns),
     }
     return leaves | {"shared_gate": Leaf((1, hidden))} if mixture.shared_gate else leaves
 

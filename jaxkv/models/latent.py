@@ -9,22 +9,27 @@ from jaxkv.config.blocks import IndexConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.latent import latent_mixer
 from jaxkv.layers.sparse_latent import sparse_latent_mixer
-from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
+from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, Split, required
 
 
 def _leaves(config: ModelConfig) -> dict[str, Leaf]:
     latent, hidden, heads = required(config.latent), config.hidden_size, config.heads
     rank, queries = latent.kv_lora_rank, heads * latent.query_dim
+    by_head, columns = Split(0, ((heads, heads),)), Split(1, ((heads * latent.value_dim, heads),))
+    # Every device has the latents of all tokens.
+    down = None if latent.q_lora_rank else Split(0, ((queries, heads), (latent.stored, 1)))
+    rows = (latent.q_lora_rank or queries) + latent.stored
     leaves = {
-        "qkv_down": Leaf(((latent.q_lora_rank or queries) + latent.stored, hidden), adapts=True),
+        "qkv_down": Leaf((rows, hidden), adapts=True, split=down),
         "kv_norm": Leaf((rank,), is_scale=True),
-        "k_up": Leaf((heads, latent.nope_dim, rank)),
-        "v_up": Leaf((heads, latent.value_dim, rank)),
-        "o": Leaf((hidden, heads * latent.value_dim), adapts=True),
+        "k_up": Leaf((heads, latent.nope_dim, rank), split=by_head),
+        "v_up": Leaf((heads, latent.value_dim, rank), split=by_head),
+        "o": Leaf((hidden, heads * latent.value_dim), adapts=True, split=columns),
     }
     if latent.q_lora_rank is not None:
+        up = Split(0, ((queries, heads),))
         leaves["q_norm"] = Leaf((latent.q_lora_rank,), is_scale=True)
-        leaves["q_up"] = Leaf((queries, latent.q_lora_rank), adapts=True)
+        leaves["q_up"] = Leaf((queries, latent.q_lora_rank), adapts=True, split=up)
     return leaves
 
 

@@ -12,29 +12,31 @@ from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
 from jaxkv.layers.mamba1 import mamba1_mixer
 from jaxkv.layers.short_conv import short_conv_mixer
-from jaxkv.models.block import Block, BlockInputs, BlockOutput, Leaf, required
+from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
 
 
 def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    fused = config.heads * config.query_rows + 2 * config.kv_heads * config.head_dim
+    queries = (config.heads * config.head_dim, config.heads)
+    keys = (config.kv_heads * config.head_dim, config.kv_heads)
+    rows = Split(0, (*[queries] * (1 + config.attention_gate), keys, keys))
+    fused = sum(size for size, _ in rows.parts)
     leaves = {
-        "qkv": Leaf((fused, config.hidden_size), adapts=True),
-        "o": Leaf((config.hidden_size, config.heads * config.head_dim), adapts=True),
+        "qkv": Leaf((fused, config.hidden_size), adapts=True, split=rows),
+        "o": Leaf((config.hidden_size, queries[0]), adapts=True, split=Split(1, (queries,))),
     }
     if config.qkv_bias:
-        leaves["qkv_bias"] = Leaf((fused,))
+        leaves["qkv_bias"] = Leaf((fused,), split=rows)
     if config.o_bias:
-        leaves["o_bias"] = Leaf((config.hidden_size,))
+        leaves["o_bias"] = Leaf((config.hidden_size,), split=ONCE)
     if config.sinks:
-        leaves["sinks"] = Leaf((config.heads,), dtype="float32")
+        heads = Split(0, ((config.heads, config.heads),))
+        leaves["sinks"] = Leaf((config.heads,), dtype="float32", split=heads)
     if config.qk_norm:
         leaves["qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
     if config.wide_qk_norm:
         dtype = config.norm_dtype
-        leaves["wide_q_norm"] = Leaf((config.heads * config.head_dim,), is_scale=True, dtype=dtype)
-        leaves["wide_k_norm"] = Leaf(
-            (config.kv_heads * config.head_dim,), is_scale=True, dtype=dtype
-        )
+        for name, part in (("wide_q_norm", queries), ("wide_k_norm", keys)):
+            leaves[name] = Leaf((part[0],), is_scale=True, dtype=dtype, split=Split(0, (part,)))
     if config.late_qk_norm:
         leaves["late_qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
     return leaves
@@ -73,6 +75,7 @@ def _run_attention(inputs: BlockInputs) -> BlockOutput:
         inputs.pages,
         inputs.angles,
         sizes=attention_sizes(config, inputs.layer),
+        shards=inputs.shards,
         joining=inputs.joining,
         implementation=inputs.implementation,
     )
@@ -91,23 +94,27 @@ def _state_dtype(config: ModelConfig, dtype: str) -> str:
 
 def _mamba_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mamba, hidden = required(config.mamba), config.hidden_size
+    inner, shared = (mamba.d_inner, mamba.heads), (mamba.groups * mamba.d_state, mamba.groups)
+    steps = (mamba.heads, mamba.heads)
+    channels, heads = (inner, shared, shared), Split(0, (steps,))
+    rows = Split(0, (inner, *channels, steps))
     leaves = {
-        "ssm_in": Leaf((mamba.in_channels, hidden), adapts=True),
-        "conv": Leaf((mamba.d_conv, mamba.conv_channels)),
+        "ssm_in": Leaf((mamba.in_channels, hidden), adapts=True, split=rows),
+        "conv": Leaf((mamba.d_conv, mamba.conv_channels), split=Split(1, channels)),
         # In float32: decay and step size are exponentials of these, and errors accumulate over tokens.
-        "a_log": Leaf((mamba.heads,), dtype="float32"),
-        "dt_bias": Leaf((mamba.heads,), dtype="float32"),
-        "skip": Leaf((mamba.heads,), is_scale=True, dtype="float32"),
-        "ssm_out": Leaf((hidden, mamba.d_inner), adapts=True),
+        "a_log": Leaf((mamba.heads,), dtype="float32", split=heads),
+        "dt_bias": Leaf((mamba.heads,), dtype="float32", split=heads),
+        "skip": Leaf((mamba.heads,), is_scale=True, dtype="float32", split=heads),
+        "ssm_out": Leaf((hidden, mamba.d_inner), adapts=True, split=Split(1, (inner,))),
     }
     if mamba.in_bias:
-        leaves["ssm_in_bias"] = Leaf((mamba.in_channels,))
+        leaves["ssm_in_bias"] = Leaf((mamba.in_channels,), split=rows)
     if mamba.conv_bias:
-        leaves["conv_bias"] = Leaf((mamba.conv_channels,))
+        leaves["conv_bias"] = Leaf((mamba.conv_channels,), split=Split(0, channels))
     if mamba.norm_groups:
-        leaves["ssm_norm"] = Leaf((mamba.d_inner,), is_scale=True)
+        leaves["ssm_norm"] = Leaf((mamba.d_inner,), is_scale=True, split=Split(0, (inner,)))
     if mamba.out_bias:
-        leaves["ssm_out_bias"] = Leaf((hidden,))
+        leaves["ssm_out_bias"] = Leaf((hidden,), split=ONCE)
     return leaves
 
 
@@ -136,6 +143,7 @@ def _run_mamba(inputs: BlockInputs) -> BlockOutput:
         mamba=required(config.mamba),
         norm_eps=config.norm_eps,
         multipliers=config.multipliers.ssm_in,
+        shards=inputs.shards if inputs.shards and inputs.shards.splits_norm else None,
         implementation=inputs.implementation,
     )
     return new, scaled(mixed, config.multipliers.ssm_out)
@@ -192,14 +200,18 @@ def _run_mamba1(inputs: BlockInputs) -> BlockOutput:
 
 def _delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
     delta, hidden = required(config.delta), config.hidden_size
+    keys = (delta.key_heads * delta.key_dim, delta.key_heads)
+    values, each = (delta.width, delta.value_heads), (delta.value_heads, delta.value_heads)
+    channels, heads = (keys, keys, values), Split(0, (each,))
+    rows, gates = Split(0, (*channels, values)), Split(0, (each, each))
     return {
-        "delta_in": Leaf((delta.conv_channels + delta.width, hidden), adapts=True),
-        "delta_gates": Leaf((2 * delta.value_heads, hidden), adapts=True),
-        "conv": Leaf((delta.d_conv, delta.conv_channels)),
-        "a_log": Leaf((delta.value_heads,), dtype="float32"),
-        "dt_bias": Leaf((delta.value_heads,), dtype="float32"),
+        "delta_in": Leaf((delta.conv_channels + delta.width, hidden), adapts=True, split=rows),
+        "delta_gates": Leaf((2 * delta.value_heads, hidden), adapts=True, split=gates),
+        "conv": Leaf((delta.d_conv, delta.conv_channels), split=Split(1, channels)),
+        "a_log": Leaf((delta.value_heads,), dtype="float32", split=heads),
+        "dt_bias": Leaf((delta.value_heads,), dtype="float32", split=heads),
         "delta_norm": Leaf((delta.value_dim,), is_scale=True),
-        "delta_out": Leaf((hidden, delta.width), adapts=True),
+        "delta_out": Leaf((hidden, delta.width), adapts=True, split=Split(1, (values,))),
     }
 
 

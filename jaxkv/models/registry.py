@@ -68,6 +68,7 @@ from jaxkv.weights.load import (
 )
 from jaxkv.weights.quantised.convert import write_rounded
 from jaxkv.weights.rules import RuleSet
+from jaxkv.weights.staging import Placed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -220,6 +221,7 @@ def load_params(
     device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
     quantization: str | None = None,
     progress: bool = True,
+    placed: Placed | None = None,
 ) -> PyTree[jax.Array]:
     """Reads a checkpoint into the parameters of a model by the rules of its family; see `load_by_rules`."""
     rules = rules_for(model.config)
@@ -231,6 +233,7 @@ def load_params(
         device=device,
         quantization=quantization,
         progress=progress,
+        placed=placed,
     )
 
 

@@ -28,7 +28,7 @@ class AuditReport:
 
     Attributes:
         backend: "cpu" or "gpu".
-        cache_bytes: bytes of the cache.
+        cache_bytes: bytes of the cache on each device, as all bytes here.
         alias_bytes: bytes that outputs share with donated inputs.
         argument_bytes: bytes of all inputs.
         temp_bytes: bytes of temporary memory.
@@ -61,7 +61,7 @@ class _Pools:
 
     Attributes:
         names: name of each array, for messages.
-        num_bytes, num_units: bytes, and pages or states, of each array.
+        num_bytes, num_units: bytes on each device, and pages or states, of each array.
         inputs: parameter number of each array; `None` if the program does not read it, since JAX drops such arguments.
         num_inputs: number of parameters of the module.
     """
@@ -122,9 +122,14 @@ def _find_pools(compiled: jax.stages.Compiled, cache_argument: int | None) -> _P
         return _Pools((), (), (), (), num_inputs)
     leaves, _ = jax.tree_util.tree_flatten_with_path(arguments[cache_argument])
     first = len(jax.tree.leaves(arguments[:cache_argument]))
+    placed = shardings[first : first + len(leaves)]
     return _Pools(
         names=tuple(f"cache{jax.tree_util.keystr(path)}" for path, _ in leaves),
-        num_bytes=tuple(prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves),
+        num_bytes=tuple(
+            prod(leaf.shape if place is None else place.shard_shape(leaf.shape))
+            * leaf.dtype.itemsize
+            for (_, leaf), place in zip(leaves, placed, strict=True)
+        ),
         num_units=tuple(leaf.shape[0] if leaf.shape else 1 for _, leaf in leaves),
         inputs=tuple(places[first : first + len(leaves)]),
         num_inputs=num_inputs,

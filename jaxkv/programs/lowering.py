@@ -4,12 +4,13 @@ It refuses what JAX would do silently: narrow or guess a dtype, embed arrays in 
 array of the cache changes its type.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.errors import ProgramRefused
 
@@ -37,10 +38,18 @@ class Lowering:
 def argument_types(lowering: Lowering) -> tuple[Any, ...]:
     """Returns the arguments as `jax.ShapeDtypeStruct`, with their shardings.
 
+    If some are arrays over a mesh, all of its devices get a copy of those without a place, such as the host's.
+
     Raises:
         ValueError: they are no arrays with a dtype.
     """
-    return jax.tree_util.tree_map_with_path(_spec, lowering.arguments)
+    specs = jax.tree_util.tree_map_with_path(_spec, lowering.arguments)
+    everywhere = _everywhere(specs)
+    if everywhere is None:
+        return specs
+    return jax.tree.map(
+        lambda spec: spec.update(sharding=everywhere) if spec.sharding is None else spec, specs
+    )
 
 
 def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
@@ -55,13 +64,13 @@ def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
         ProgramRefused: the function does not return its cache with the same shapes and dtypes, or closes over weights.
         ValueError: the arguments are no arrays with a dtype.
     """
-
-    def named(*arguments: Any) -> Any:  # noqa: ANN401 - a function of any pytrees
-        return lowering.function(*arguments)
-
-    named.__name__ = name
     specs = argument_types(lowering)
     donated = () if lowering.cache_argument is None else (lowering.cache_argument,)
+
+    def named(*arguments: Any) -> Any:  # noqa: ANN401 - a function of any pytrees
+        return _placed_like(lowering.function(*arguments), [specs[at] for at in donated])
+
+    named.__name__ = name
     # Not `keep_unused=True`: JAX 0.11's cache of pruned traces then holds each trace for the life of the process.
     traced = jax.jit(named, donate_argnums=donated).trace(*specs)
     if lowering.cache_argument is not None:
@@ -91,6 +100,29 @@ def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
     if not isinstance(leaf, np.ndarray) and getattr(leaf, "committed", True):
         place = leaf.sharding
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _everywhere(specs: Any) -> NamedSharding | None:  # noqa: ANN401 - a pytree
+    """Returns the sharding that gives each device of the arguments' mesh a copy; `None` without a mesh of several."""
+    for spec in jax.tree.leaves(specs):
+        if isinstance(spec.sharding, NamedSharding) and spec.sharding.mesh.size > 1:
+            return NamedSharding(spec.sharding.mesh, PartitionSpec())
+    return None
+
+
+def _placed_like(out: Any, caches: Sequence[Any]) -> Any:  # noqa: ANN401 - pytrees
+    """Returns a program's output with the cache, its first part, placed as it was, and copies of the rest everywhere.
+
+    Otherwise XLA may choose other places, and then the cache's memory could not be used again.
+    """
+    everywhere = _everywhere(caches)
+    if everywhere is None:
+        return out
+    places = [spec.sharding for spec in jax.tree.leaves(caches)]
+    leaves, structure = jax.tree.flatten(out)
+    places += [everywhere] * (len(leaves) - len(places))
+    placed = map(jax.lax.with_sharding_constraint, leaves, places)
+    return structure.unflatten(placed)
 
 
 def _check_cache_returns(name: str, cache: object, out: object) -> None:

@@ -16,6 +16,7 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import rules_for
+from jaxkv.models.tensor_parallel import mesh_of
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.adapter_stacks import AdapterStacks
@@ -76,7 +77,7 @@ class ModelRunner:
         self.programs = programs
         self.processors = processors
         self.adapters = adapters
-        self.owner = CacheOwner(layout, counts)
+        self.owner = CacheOwner(layout, counts, device=mesh_of(model))
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}

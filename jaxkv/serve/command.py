@@ -379,6 +379,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         ignore_config_keys=tuple(options.ignore_config_keys),
         load_format=options.load_format,
         quantization=options.quantization,
+        tensor_parallel_size=options.tensor_parallel_size,
         cache=_changed(cache_of(options)),
         engine=_changed(engine),
         logits_processors=processor_places(options),

@@ -355,6 +355,7 @@ def _load(start: Start) -> LLM:
         ignore_config_keys=start.ignore_config_keys,
         load_format=start.load_format,
         quantization=start.quantization,
+        tensor_parallel_size=start.tensor_parallel_size,
         cache=CacheConfig(**start.cache),
         engine=EngineConfig(**start.engine),
         logits_processors=processor_functions(start.logits_processors),

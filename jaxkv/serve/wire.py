@@ -35,8 +35,8 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """The first message: what the engine process is to load.
 
     Attributes:
-        model, revision, dtype, max_model_len, implementation, ignore_config_keys, load_format, quantization:
-            arguments of `jaxkv.LLM`.
+        model, revision, dtype, max_model_len, implementation, ignore_config_keys, load_format, quantization,
+            tensor_parallel_size: arguments of `jaxkv.LLM`.
         cache: fields of `CacheConfig` that differ from their defaults.
         engine: fields of `EngineConfig` that differ from their defaults.
         logits_processors: name -> "module:function" of each logits processor.
@@ -57,6 +57,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     ignore_config_keys: tuple[str, ...] = ()
     load_format: str = "auto"
     quantization: str | None = None
+    tensor_parallel_size: int = 1
     cache: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     logits_processors: dict[str, str] = {}

@@ -26,7 +26,7 @@ from jaxkv.weights.quantised.rounding import ROUNDINGS, rounded
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import Recipe, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
-from jaxkv.weights.staging import fill_leaves
+from jaxkv.weights.staging import Placed, fill_leaves
 from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, Readable, StoredLeaf, Tensor
 from jaxkv.wording import clip, listed
 
@@ -66,6 +66,7 @@ def load_by_rules(
     device: jax.Device | Sharding | None = None,  # pyright: ignore[reportInvalidTypeForm]
     quantization: str | None = None,
     progress: bool = True,
+    placed: Placed | None = None,
 ) -> PyTree[jax.Array]:
     """Reads a Hugging Face checkpoint into the parameters of a model.
 
@@ -84,6 +85,7 @@ def load_by_rules(
         quantization: "fp8", "int8" or "int4" rounds projections and experts of a plain checkpoint while they are read
             (`jaxkv.weights.quantised.rounding`); `None` leaves weights as the checkpoint has them.
         progress: show a progress bar on stderr.
+        placed: returns what becomes of a parameter that has arrived, see `fill_leaves`.
 
     Returns:
         The tree of `model.param_shapes(dtype)` as arrays, with a `FewBits` for each parameter in 8 or 4 bits.
@@ -117,7 +119,7 @@ def load_by_rules(
             disable=not progress,
         )
         with bar:
-            arrays = iter(fill_leaves(leaves, device, bar.update))
+            arrays = iter(fill_leaves(leaves, device, bar.update, placed))
         return structure.unflatten(
             one.joined([next(arrays) for _ in one.leaves])
             if isinstance(one, FewBitsLeaf)

@@ -38,6 +38,10 @@ SMALL_BYTES = 2**20
 """A leaf up to this size has memory of its own, and waits for no buffer."""
 
 
+Placed = Callable[[str, jax.Array], jax.Array]
+"""Dotted path of a leaf, and the leaf on the first device -> the leaf to keep."""
+
+
 @runtime_checkable
 class Client(Protocol):
     """What a device's client (`jax.Device.client`) does with memory of the host."""
@@ -95,6 +99,7 @@ def fill_leaves(
     leaves: Sequence[StoredLeaf],
     device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
     advance: Callable[[int], object],
+    placed: Placed | None = None,
 ) -> list[jax.Array]:
     """Returns all leaves on the device, in order; the first error ends the reading of all.
 
@@ -102,13 +107,15 @@ def fill_leaves(
         leaves: the leaves.
         device: device or sharding; `None` for JAX's default device.
         advance: is called with the bytes of the files that have arrived.
+        placed: returns what becomes of a leaf that has arrived, such as its parts on several devices; `None` for the
+            leaf itself.
 
     Raises:
         BadCheckpoint: a file has become shorter, or a number is not finite in the leaf's dtype.
     """
     with ThreadPoolExecutor(READERS, thread_name_prefix="jaxkv-load") as pool:
         buffers = sum(leaf.stored_bytes for leaf in leaves) // BUFFER_BYTES
-        filling = _Filling(pool, device, advance, min(BUFFERS, max(1, buffers)))
+        filling = _Filling(pool, device, advance, min(BUFFERS, max(1, buffers)), placed)
         try:
             for leaf in leaves:
                 filling.start(leaf)
@@ -130,8 +137,10 @@ class _Filling:
         device: jax.Device | Sharding | None,  # pyright: ignore[reportInvalidTypeForm]
         advance: Callable[[int], object],
         most_buffers: int,
+        placed: Placed | None,
     ) -> None:
         self._pool = pool
+        self._placed = placed
         self._most_buffers = most_buffers
         self._device = device
         self._advance = advance
@@ -216,6 +225,7 @@ class _Filling:
         if piece.buffer is None:
             # The memory counts as held until the copy is done.
             self._filled.append(jax.block_until_ready(array))
+            self._arrived(leaf)
             self._held -= leaf.host_bytes
         else:
             self._copying.append((piece.buffer, array))
@@ -231,8 +241,15 @@ class _Filling:
             self._filled[-1] = _write_rows(self._filled[-1], rows, np.int32(piece.first))
         else:
             self._filled.append(rows)
-        if piece.is_last and not leaf.arrangement.moves_nothing:
-            self._filled[-1] = _arrange(self._filled[-1], leaf.arrangement)
+        if piece.is_last:
+            if not leaf.arrangement.moves_nothing:
+                self._filled[-1] = _arrange(self._filled[-1], leaf.arrangement)
+            self._arrived(leaf)
+
+    def _arrived(self, leaf: StoredLeaf) -> None:
+        """Divides a leaf that has arrived, before the next one does, so that the first device never holds them all."""
+        if self._placed is not None:
+            self._filled[-1] = jax.block_until_ready(self._placed(leaf.target, self._filled[-1]))
 
 
 def _staging_client(

@@ -49,7 +49,6 @@ def test_the_table_in_the_readme_is_the_table_in_code():
         (lambda: LLM(page_size=4), r"the closest is cache=CacheConfig\(page_size=\.\.\.\)"),
         (lambda: LLM(max_length=4), "the closest is max_model_len"),
         (lambda: LLM(trust_remote_code=True), "nothing in a model directory is executed"),
-        (lambda: LLM(tensor_parallel_size=2), "one device"),
         (lambda: LLM(sampling_params=None), "no option 'sampling_params'"),
         (lambda: LLM(load_format="gguf"), "one of auto, safetensors, dummy, got 'gguf'"),
         (lambda: LLM(seed=2**64), "seed must be an int"),

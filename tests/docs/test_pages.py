@@ -49,6 +49,7 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "needs a GPU"): 1,
     ("README.md", "serves until it is stopped"): 1,
     ("docs/how-to/quantisation.md", "needs a model"): 1,
+    ("docs/how-to/several-gpus.md", "serves until it is stopped"): 1,
     ("docs/how-to/trainer.md", "takes minutes"): 1,
     ("docs/how-to/trainer.md", "needs google-tunix"): 1,
     ("docs/how-to/trainer.md", "needs adapters on disk"): 1,
@@ -78,6 +79,7 @@ ONE_LAYER = (
     "docs/how-to/logits-processors.md",
     "docs/how-to/quantisation.md",
     "docs/how-to/serve.md",
+    "docs/how-to/several-gpus.md",
     "docs/structured.md",
 )
 # Pages that take ten seconds.

@@ -1,0 +1,46 @@
+"""`Shards`: the devices of a tensor-parallel model, and the sums over them that its layers need."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The devices of which each computes a part of a decoder, all of them in one program.
+
+    Attributes:
+        axis: name of the mesh axis.
+        count: number of devices.
+        splits_vocab: whether each has a part of the token ids; otherwise each has the whole tables.
+        splits_norm: whether the components that Mamba-2 normalises together are on several devices.
+    """
+
+    axis: str
+    count: int
+    splits_vocab: bool
+    splits_norm: bool = False
+
+    def summed(self, part: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
+        """Returns the sum over the devices, which all of them get."""
+        return lax.psum(part, self.axis)
+
+    def mean(self, part: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:
+        """Returns the mean over the devices, which all of them get."""
+        return lax.psum(part, self.axis) / self.count
+
+    def own_ids(self, tokens: Int[Array, " tokens"], rows: int) -> Int[Array, " tokens"]:
+        """Returns the row of each token in this device's part of a table; out of range for those of other devices."""
+        return tokens - lax.axis_index(self.axis) * rows
+
+    def all_logits(self, part: Float[Array, "rows part"]) -> Float[Array, "rows vocab"]:
+        """Returns the logits of all token ids, given those of this device's part.
+
+        It is a sum with zeros, which XLA computes inside the CUDA graph of a step, unlike a gather.
+        """
+        rows, width = part.shape
+        first = lax.axis_index(self.axis) * width
+        whole = jnp.zeros((rows, self.count * width), part.dtype)
+        return lax.psum(lax.dynamic_update_slice(whole, part, (0, first)), self.axis)

@@ -1,0 +1,310 @@
+"""`TensorParallel`: a decoder that several devices compute together, each a part of every block.
+
+It is a `Model` whose parameters and cache are global arrays over a mesh, so that steps, samplers, engine and prefix
+cache use it like a model on one device. Only `forward` and `logits` differ: they run the part of each device under
+`jax.shard_map`, with explicit sums (`jaxkv.layers.shards`), because the partitioner of XLA cannot divide our kernels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+
+from jaxkv.batch import StepBatch
+from jaxkv.cache.spec import LayerSpec, PagedSpec
+from jaxkv.cache.state import Cache
+from jaxkv.config.checks import as_int
+from jaxkv.config.model import ModelConfig
+from jaxkv.layers.shards import Shards
+from jaxkv.models.block import ONCE, Split
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.protocol import Model, Params
+from jaxkv.models.shard_config import shard_config
+from jaxkv.weights.quantised.weight_forms import has_few_bits
+
+AXIS = "tensor"
+"""Name of the mesh axis."""
+
+
+def tensor_mesh(devices: int) -> Mesh:
+    """Returns the mesh of the first devices, along one axis.
+
+    Args:
+        devices: number of devices.
+
+    Raises:
+        ValueError: there are fewer devices.
+    """
+    known = jax.devices()
+    if not 1 <= devices <= len(known):
+        raise ValueError(
+            f"tensor_parallel_size must be between 1 and the number of devices here, {len(known)}, got {devices}"
+        )
+    return Mesh(np.asarray(known[:devices]), (AXIS,))
+
+
+def mesh_of(model: Model) -> Mesh | None:
+    """Returns the devices that divide a model's cache; `None` for a model on one device."""
+    mesh = model.mesh if isinstance(model, TensorParallel) else None
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def over_devices(
+    decoder: Decoder, devices: int, types: Params, *, planned: bool = False
+) -> "TensorParallel | None":
+    """Returns a decoder over several devices; `None` for one device.
+
+    Args:
+        decoder: the decoder.
+        devices: number of devices, as a user gave it.
+        types: types of its parameters.
+        planned: nothing will run, so there need not be as many devices.
+
+    Raises:
+        ValueError: there are fewer devices, they cannot divide the decoder, or its weights are in 8 or 4 bits.
+    """
+    count = as_int("tensor_parallel_size", devices, 1, 2**16)
+    if count == 1:
+        return None
+    if has_few_bits(types):
+        raise ValueError(
+            f"weights in 8 or 4 bits are supported on one device only, and tensor_parallel_size is {count}; load plain "
+            "weights, or take one device"
+        )
+    mesh = AbstractMesh((count,), (AXIS,)) if planned else tensor_mesh(count)
+    return TensorParallel(decoder, mesh)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A decoder over several devices.
+
+    Parameters are divided as their declarations tell (`Leaf.split`). A global array is the devices' parts one after the
+    other, so the rows of a fused projection are in another order than in the whole decoder's.
+
+    Attributes:
+        whole: the decoder.
+        mesh: the devices, along one axis; without devices for a model of which only shapes are asked.
+
+    Raises:
+        ValueError: the devices cannot divide the decoder, see `shard_config`.
+    """
+
+    whole: Decoder
+    mesh: Mesh | AbstractMesh
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        assert self.part.config.num_layers == self.whole.num_layers
+
+    @cached_property
+    def part(self) -> Decoder:
+        """The part of each device."""
+        config = shard_config(self.whole.config, self.count)
+        mamba = self.whole.config.mamba
+        shards = Shards(
+            axis=self._axis,
+            count=self.count,
+            splits_vocab=config.vocab_size != self.whole.vocab_size,
+            splits_norm=mamba is not None and mamba.norm_groups == 1,
+        )
+        return replace(self.whole, config=config, shards=shards)
+
+    @property
+    def count(self) -> int:
+        """Number of devices."""
+        return self.mesh.size
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.whole.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the pattern."""
+        return self.whole.num_layers
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model supports, in tokens."""
+        return self.whole.max_positions
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt must be computed in one step."""
+        return self.whole.whole_prompts
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's bits depend on its own sequence alone."""
+        return self.whole.batch_invariant
+
+    @property
+    def implementation(self) -> str | None:
+        """The family of implementations that every op must use; `None` for the best."""
+        return self.whole.implementation
+
+    @property
+    def config(self) -> ModelConfig:
+        """Architecture and sizes of the whole decoder."""
+        return self.whole.config
+
+    def limited(self, max_positions: int) -> "TensorParallel":
+        """Returns the same model for sequences of at most `max_positions` tokens."""
+        return replace(self, whole=self.whole.limited(max_positions))
+
+    def running(self, implementation: str) -> "TensorParallel":
+        """Returns the same model with another family of implementations."""
+        return replace(self, whole=self.whole.running(implementation))
+
+    def cache_specs(self, *, page_size: int, dtype: str) -> tuple[LayerSpec, ...]:
+        """Returns the cache spec of each layer over all devices."""
+        specs = self.part.cache_specs(page_size=page_size, dtype=dtype)
+        return tuple(
+            replace(one, spec=replace(one.spec, arrays=self._joined(one.spec))) for one in specs
+        )
+
+    def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
+        """Returns the whole decoder's random parameters, each divided before the next one is drawn."""
+        return self.init_params_like(key, self.whole.param_shapes(dtype))
+
+    def init_params_like(self, key: PRNGKeyArray, types: Params) -> Params:
+        """Returns the whole decoder's random parameters of given types, as `init_params` does."""
+        return self.whole.init_params_like(key, types, placed=self.divide)
+
+    def param_shapes(self, dtype: DTypeLike) -> Params:
+        """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s with shardings, without computing it."""
+        return jax.tree_util.tree_map_with_path(self._joined_type, self.part.param_shapes(dtype))
+
+    def divided(self, params: Params) -> Params:
+        """Returns the whole decoder's parameters, divided: a copy."""
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        return tree.unflatten(self.divide(_dotted(path), leaf) for path, leaf in leaves)
+
+    def divide(self, path: str, leaf: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Returns a parameter of the whole decoder, divided among the devices.
+
+        Args:
+            path: its dotted path.
+            leaf: the whole parameter.
+        """
+        split = self._splits[path]
+        place = NamedSharding(self.mesh, self._spec(split))
+        if split is None:
+            return jax.device_put(leaf, place)
+        parts = [_part_of(leaf, split, self.count, number) for number in range(self.count)]
+        if isinstance(leaf, Tracer):
+            return jax.device_put(jnp.concatenate(parts, axis=split.axis), place)
+        assert isinstance(self.mesh, Mesh), "arrays need devices"
+        parts = list(map(jax.device_put, parts, self.mesh.devices.flat))
+        shape = list(parts[0].shape)
+        shape[split.axis] *= self.count
+        return jax.make_array_from_single_device_arrays(tuple(shape), place, parts)
+
+    def forward(
+        self, params: Params, cache: Cache, batch: StepBatch
+    ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
+        """Returns the cache with the new tokens written, and their hidden states, which all devices have."""
+        everywhere = PartitionSpec()
+        pools: Any = jax.tree.unflatten(jax.tree.structure(cache), map(self._pool_spec, cache.keys))
+        run = jax.shard_map(
+            self.part.forward,
+            mesh=self.mesh,
+            in_specs=(self._param_specs(params), pools, everywhere),
+            out_specs=(pools, everywhere),
+            # Our kernels do not tell over which axes their results vary.
+            check_vma=False,
+        )
+        return run(params, cache, batch)
+
+    def logits(
+        self, params: Params, hidden: Float[Array, "rows hidden_size"]
+    ) -> Float[Array, "rows vocab_size"]:
+        """Returns the float32 logits of each hidden state, which all devices have."""
+        run = jax.shard_map(
+            self.part.logits,
+            mesh=self.mesh,
+            in_specs=(self._param_specs(params), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return run(params, hidden)
+
+    @property
+    def _axis(self) -> str:
+        return self.mesh.axis_names[0]
+
+    @cached_property
+    def _splits(self) -> Mapping[str, Split | None]:
+        """Dotted path of a parameter -> how it is divided; `None` if every device has all of it."""
+        parts = self.part.leaf_declarations()
+        return {
+            # Token ids that cannot be divided leave the shape of their tables.
+            path: leaf.split if leaf.split == ONCE or parts[path].shape != leaf.shape else None
+            for path, leaf in self.whole.leaf_declarations().items()
+        }
+
+    @cached_property
+    def _pool_splits(self) -> Mapping[tuple[int, str], int]:
+        """(Layer of the cache, role) -> axis of a pool that the devices divide, without the pools of scales."""
+        specs = self.part.cache_specs(page_size=1, dtype="float32")
+        return {
+            (one.layer, array.role): array.split + (2 if isinstance(one.spec, PagedSpec) else 1)
+            for one in specs
+            for array in one.spec.arrays
+            if array.split is not None
+        }
+
+    def _pool_spec(self, key: tuple[int, str]) -> PartitionSpec:
+        layer, role = key
+        axis = self._pool_splits.get((layer, role.removesuffix("_scale")))
+        return self._spec(None if axis is None else Split(axis))
+
+    def _spec(self, split: Split | None) -> PartitionSpec:
+        return PartitionSpec() if split is None else PartitionSpec(*[None] * split.axis, self._axis)
+
+    def _joined_type(self, path: tuple[Any, ...], part: jax.ShapeDtypeStruct) -> Any:  # noqa: ANN401
+        """Returns the type of a parameter over all devices, given that of a device's part."""
+        split, shape = self._splits[_dotted(path)], list(part.shape)
+        if split is not None:
+            shape[split.axis] *= self.count
+        place = NamedSharding(self.mesh, self._spec(split))
+        return jax.ShapeDtypeStruct(tuple(shape), part.dtype, sharding=place)
+
+    def _param_specs(self, params: Params) -> Any:  # noqa: ANN401 - a pytree
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self._spec(self._splits[_dotted(path)]), params
+        )
+
+    def _joined(self, spec: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a paged or a state spec
+        return tuple(array.joined(self.count) for array in spec.arrays)
+
+
+def _part_of(
+    leaf: Shaped[Array, "..."], split: Split, count: int, number: int
+) -> Shaped[Array, "..."]:
+    """Returns the part of device `number` of a parameter."""
+    if split == ONCE:
+        return leaf if number == 0 else jnp.zeros_like(leaf)
+    first, taken = 0, []
+    for size, units in split.parts:
+        # Each device has one of `pieces` pieces; with fewer units than devices, several have the same.
+        pieces = min(units, count)
+        width = size // pieces
+        begin = first + number * pieces // count * width
+        taken.append(jax.lax.slice_in_dim(leaf, begin, begin + width, axis=split.axis))
+        first += size
+    return jnp.concatenate(taken, axis=split.axis)
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,0 +1,77 @@
+"""Every family over several devices computes what Hugging Face Transformers computes, in float32."""
+
+import numpy as np
+import pytest
+
+from jaxkv.cache.state import init_cache
+from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
+from tests.devices import needs_devices
+from tests.models.driver import Driver
+
+pytest.importorskip("torch")
+cases = pytest.importorskip("tests.models.families.cases")
+hybrid_cases = pytest.importorskip("tests.models.families.hybrid_cases")
+latent_cases = pytest.importorskip("tests.models.families.latent_cases")
+
+pytestmark = [pytest.mark.torch, needs_devices(4)]
+
+TOLERANCE = 1e-4
+EVERY = cases.CASES | {f"hybrid-{name}": case for name, case in hybrid_cases.CASES.items()}
+EVERY |= latent_cases.CASES
+NOT_DIVIDED = {"mamba", "jamba", "jamba-dense", "zamba2", "zamba2-biases", "lfm2", "lfm2-moe"}
+"""Cases of hybrid models with blocks that devices do not divide."""
+
+FAST = {
+    ("llama-biases-tied", 2),
+    # Two heads of keys and values for four devices.
+    ("llama", 4),
+    ("olmo2", 2),
+    ("gpt-oss", 2),
+    ("hybrid-granite", 2),
+    ("hybrid-nemotron", 2),
+    ("hybrid-qwen3-next", 2),
+    ("v2-lite", 2),
+    ("v32", 4),
+}
+"""Together they have every kind of block that is divided, and every kind of split."""
+
+PAIRS = [
+    pytest.param(name, devices, marks=[pytest.mark.slow] * ((name, devices) not in FAST))
+    for name in EVERY
+    if name.removeprefix("hybrid-") not in NOT_DIVIDED
+    for devices in (2, 4)
+]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    return cases.maker(EVERY, tmp_path_factory)
+
+
+@pytest.mark.parametrize(("name", "devices"), PAIRS)
+def test_logits_of_prompts_chunks_and_decode_steps_equal_transformers(make, name, devices):
+    case, theirs, whole, params = make(name)
+    try:
+        model = TensorParallel(whole, tensor_mesh(devices))
+    except ValueError as error:
+        assert devices == 4, error
+        pytest.skip(str(error))
+    tokens = case.prompt(40)
+    wanted = cases.logits(theirs, tokens)
+    assert np.std(wanted) > 0.3
+    driver = Driver(model, model.divided(params))
+    counts = {
+        group.name: driver.num_pages if group.unit == "page" else driver.num_states
+        for group in driver.layout.groups
+    }
+    driver.cache = init_cache(driver.layout, counts, device=model.mesh)
+    [first], [second] = driver.prefill([tokens[:23]]), driver.prefill([tokens[23:38]])
+    steps = [driver.decode([token]) for token in tokens[38:]]
+    assert cases.far(np.concatenate((first, second, *steps)), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(NOT_DIVIDED))
+def test_a_block_that_is_not_divided_is_refused_by_name(make, name):
+    _, _, whole, _ = make(f"hybrid-{name}")
+    with pytest.raises(ValueError, match=r"which has (mamba1|transformer|short_conv) blocks"):
+        TensorParallel(whole, tensor_mesh(2))

@@ -1,0 +1,291 @@
+"""`LLM(tensor_parallel_size=...)`: the tokens of one device, in a cache and parameters that the devices divide."""
+
+import json
+import math
+import re
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, default_model
+from jaxkv.models.registry import build_model, load_config, load_params
+from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
+from tests.devices import needs_devices
+from tests.one_layer import one_layer_model
+
+pytestmark = needs_devices(8)
+
+PROMPT = "def f(x):\n    return x + 1\n\n\ndef g(y):\n    return y * 2\n"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+DRAWN = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    seed=5,
+    n=2,
+    max_tokens=12,
+    logprobs=2,
+    frequency_penalty=0.3,
+    logit_bias={7: 2.0},
+)
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "block_size": 16,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return one_layer_model(tmp_path_factory.mktemp("model") / "one-layer")
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    with LLM(folder, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    with LLM(folder, tensor_parallel_size=2, **SMALL) as llm:
+        yield llm
+
+
+def tokens_of(outputs):
+    return [list(sample.token_ids) for one in outputs for sample in one.outputs]
+
+
+def test_tokens_and_log_probabilities_are_those_of_one_device(single, pair):
+    for params in (GREEDY, DRAWN):
+        wanted = single.generate([PROMPT, "import"], params)
+        got = pair.generate([PROMPT, "import"], params)
+        assert tokens_of(got) == tokens_of(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            for ours, theirs in zip(one.outputs, other.outputs, strict=True):
+                if params.logprobs is not None:
+                    assert [list(step) for step in ours.logprobs] == [
+                        list(step) for step in theirs.logprobs
+                    ]
+                    values = [
+                        [*map(list, map(dict.values, one.logprobs))] for one in (ours, theirs)
+                    ]
+                    chex.assert_trees_all_close(*values, atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_more_devices_than_heads_of_keys_share_them(folder, single, devices):
+    """The model has 8 heads, of 2 of keys and values."""
+    with LLM(folder, tensor_parallel_size=devices, **SMALL) as llm:
+        assert tokens_of(llm.generate([PROMPT], GREEDY)) == tokens_of(
+            single.generate([PROMPT], GREEDY)
+        )
+        key = llm.engine.runner.cache.layer(0)["key"]
+        assert key.shape[2] == devices
+        assert key.addressable_shards[0].data.shape[2] == 1
+
+
+def test_a_known_beginning_is_not_computed_again(single, pair):
+    wanted = [tokens_of(single.generate([PROMPT + end], GREEDY)) for end in ("a", "b")]
+    outputs = [pair.generate([PROMPT + end], GREEDY) for end in ("a", "b")]
+    assert [tokens_of(one) for one in outputs] == wanted
+    assert outputs[1][0].usage.cached_tokens >= 16
+
+
+def test_few_pages_make_requests_wait_and_change_no_token(folder, single):
+    prompts = [PROMPT + str(number) for number in range(4)]
+    longer = SamplingParams(temperature=0.0, max_tokens=40)
+    pages = {"cache": CacheConfig(budget_bytes=190_000), "max_model_len": 96}
+    with LLM(folder, tensor_parallel_size=2, **SMALL | pages) as llm:
+        got = llm.generate(prompts, longer)
+    assert sum(one.usage.preemptions for one in got) > 0
+    assert tokens_of(got) == tokens_of(single.generate(prompts, longer))
+
+
+def test_drafts_and_launches_of_several_steps_change_no_token(folder, single):
+    text = "a = 1\nb = 2\na = 1\nb = 2\na = 1\n"
+    wanted = tokens_of(single.generate([text], GREEDY))
+    drafts = EngineConfig(speculation=SpeculationConfig(tokens=2, adaptive=False))
+    for engine in (drafts, EngineConfig(steps_per_launch=4)):
+        with LLM(folder, tensor_parallel_size=2, engine=engine, **SMALL) as llm:
+            assert tokens_of(llm.generate([text], GREEDY)) == wanted
+
+
+def test_scores_are_those_of_one_device(single, pair):
+    [wanted], [got] = single.score([PROMPT]), pair.score([PROMPT])
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def test_each_device_has_its_part_of_parameters_and_cache_alone(folder, single, pair):
+    whole = load_params(folder, pair.model.whole, dtype="float32", progress=False)
+    chex.assert_trees_all_equal(pair.params, pair.model.divided(whole))
+    layer = pair.params["layers"][0]
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert layer[name].addressable_shards[0].data.size * 2 == layer[name].size
+    assert not layer["norms"].sharding.is_fully_addressable or (
+        layer["norms"].sharding.is_fully_replicated
+    )
+    runner = pair.engine.runner
+    named = runner.layout.arrays(runner.counts)
+    for array, one in zip(runner.cache.arrays, named, strict=True):
+        assert [shard.data.nbytes for shard in array.addressable_shards] == [one.nbytes] * 2
+    pages = {group.name: group.bytes_per_unit for group in runner.layout.groups}
+    alone = {group.name: group.bytes_per_unit for group in single.layout.groups}
+    assert pages["gqa"] * 2 == alone["gqa"]
+    assert pages["sampling"] == alone["sampling"]
+
+
+def test_programs_update_each_devices_part_in_its_memory(pair):
+    pair.generate([PROMPT], GREEDY)
+    runner = pair.engine.runner
+    per_device = sum(array.nbytes for array in runner.layout.arrays(runner.counts))
+    programs = list(runner.programs.manifest())
+    assert {program.spec.kind for program in programs} >= {"prefill", "decode"}
+    for program in programs:
+        assert program.report.alias_bytes == program.report.cache_bytes == per_device
+        assert not program.report.problems
+
+
+def test_a_warmed_up_strict_llm_compiles_nothing(folder, single):
+    with LLM(folder, tensor_parallel_size=2, strict=True, **SMALL) as llm:
+        llm.warm_up(batch=2, prompt_tokens=40, sampling=GREEDY)
+        known = len(list(llm.engine.runner.programs.manifest()))
+        got = llm.generate([PROMPT, "x"], GREEDY)
+        assert len(list(llm.engine.runner.programs.manifest())) == known
+    assert tokens_of(got) == tokens_of(single.generate([PROMPT, "x"], GREEDY))
+
+
+def test_a_lost_cache_and_a_sleep_cost_no_token(single, pair):
+    wanted = tokens_of(single.generate([PROMPT], GREEDY))
+    pair.engine.runner.owner.poison("a test")
+    assert tokens_of(pair.generate([PROMPT], GREEDY)) == wanted
+    pair.sleep()
+    pair.wake_up()
+    assert tokens_of(pair.generate([PROMPT], GREEDY)) == wanted
+
+
+def test_saved_prefixes_come_back_for_as_many_devices_alone(folder, pair, tmp_path):
+    file = tmp_path / "prefixes.safetensors"
+    wanted = tokens_of(pair.generate([PROMPT], GREEDY))
+    saved = pair.save_prefixes(file)
+    assert saved.pages > 0
+    with LLM(folder, tensor_parallel_size=2, **SMALL) as other:
+        assert other.load_prefixes(file).pages == saved.pages
+        [output] = other.generate([PROMPT], GREEDY)
+        assert output.usage.cached_tokens >= 16
+        assert tokens_of([output]) == wanted
+    with LLM(folder, tensor_parallel_size=4, **SMALL) as other, pytest.raises(ValueError):
+        other.load_prefixes(file)
+
+
+def test_new_weights_are_divided_by_their_owner(folder, single, pair):
+    new = jax.tree.map(lambda leaf: leaf * 1.5, single.params)
+    wanted = None
+    with LLM.from_parts(single.model, new, tokenizer=folder, **SMALL) as llm:
+        wanted = tokens_of(llm.generate([PROMPT], GREEDY))
+    before = pair.params
+    with pytest.raises(ValueError, match=r"got the sharding .* wanted NamedSharding"):
+        pair.update_weights(new)
+    assert pair.params is before
+    assert wanted != tokens_of(pair.generate([PROMPT], GREEDY))
+    pair.update_weights(pair.model.divided(new))
+    assert tokens_of(pair.generate([PROMPT], GREEDY)) == wanted
+    pair.update_weights(before)
+
+
+def test_parts_in_memory_are_served_without_a_copy(folder, single):
+    model = TensorParallel(single.model, tensor_mesh(2))
+    params = model.divided(single.params)
+    with LLM.from_parts(model, params, tokenizer=folder, **SMALL) as llm:
+        assert llm.params["embed"] is params["embed"]
+        assert llm.eos_ids == single.eos_ids
+        wanted = tokens_of(single.generate([PROMPT], GREEDY))
+        assert tokens_of(llm.generate([PROMPT], GREEDY)) == wanted
+
+
+def test_generate_in_a_program_of_ones_own_gives_the_tokens_of_one_device(single):
+    model = TensorParallel(single.model, tensor_mesh(2))
+    prompts = [list(range(40, 60)), [7, 8, 9]]
+    options = {"sampling": SamplingParams(temperature=0.0, max_tokens=8)}
+    wanted = jaxkv.generate(single.params, single.model, prompts, **options)
+    got = jaxkv.generate(model.divided(single.params), model, prompts, **options)
+    assert np.array_equal(got.tokens, wanted.tokens)
+
+
+def test_random_weights_are_those_of_one_device(folder):
+    drawn = {}
+    for devices in (1, 2):
+        options = SMALL | {"load_format": "dummy", "seed": 3, "tensor_parallel_size": devices}
+        with LLM(folder, **options) as llm:
+            drawn[devices] = tokens_of(llm.generate([PROMPT], GREEDY))
+    assert drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "must be an int in [1, "),
+        ({"tensor_parallel_size": 16}, "the number of devices here, 8, got 16"),
+        ({"tensor_parallel_size": 3}, "which has heads = 8, kv_heads = 2"),
+        ({"batch_invariant": True}, "batch_invariant is supported on one device only"),
+        ({"cache": CacheConfig(host_bytes=2**20)}, "host_bytes is supported on one device only"),
+        ({"quantization": "int8"}, "weights in 8 or 4 bits are supported on one device only"),
+        ({"lora": True}, "got a TensorParallel; turn lora off"),
+    ],
+)
+def test_what_several_devices_cannot_do_is_refused(folder, options, message):
+    options = {"tensor_parallel_size": 2} | options
+    if "cache" in options:
+        options |= {"block_size": 16}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(folder, progress=False, max_model_len=64, **options)
+
+
+def test_a_vocabulary_that_the_devices_cannot_divide_stays_whole(folder, tmp_path):
+    config = json.loads((default_model.path() / "config.json").read_text())
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text(
+        json.dumps(config | {"vocab_size": 4097, "num_hidden_layers": 1})
+    )
+    options = SMALL | {"load_format": "dummy", "seed": 1}
+    found = {}
+    for devices in (1, 2):
+        with LLM(odd, tensor_parallel_size=devices, **options) as llm:
+            found[devices] = tokens_of(llm.generate([[1, 2, 3, 4096]], GREEDY))
+            embed = llm.params["embed"]
+            assert embed.sharding.is_fully_replicated
+    assert found[1] == found[2]
+
+
+def test_types_are_those_of_the_arrays(folder):
+    model = TensorParallel(build_model(load_config(folder)), tensor_mesh(4))
+    types = model.param_shapes("float32")
+    params = model.init_params(jax.random.key(0), "float32")
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, types)
+    for leaf, kind in zip(jax.tree.leaves(params), jax.tree.leaves(types), strict=True):
+        assert leaf.sharding.is_equivalent_to(kind.sharding, leaf.ndim)
+
+
+def test_a_device_has_whole_heads_and_rows_of_every_part(folder):
+    """Rows of the fused projection on device 1 of 4: its queries, then the key and value heads that they use."""
+    whole = build_model(load_config(folder))
+    model = TensorParallel(whole, tensor_mesh(4))
+    config = whole.config
+    queries, keys = (heads * config.head_dim for heads in (config.heads, config.kv_heads))
+    rows = np.arange(queries + 2 * keys, dtype=np.float32)[:, None]
+    divided = model.divide("layers.0.qkv", jax.numpy.asarray(rows))
+    own = np.asarray(divided.addressable_shards[1].data)[:, 0]
+    # Devices 0 and 1 share the first of the two heads of keys and values.
+    wanted = [
+        *range(queries // 4, queries // 2),
+        *range(queries, queries + config.head_dim),
+        *range(queries + keys, queries + keys + config.head_dim),
+    ]
+    assert own.tolist() == wanted
+    assert divided.sharding.mesh.axis_names == (AXIS,)
+    assert math.prod(divided.shape) == 4 * own.size
