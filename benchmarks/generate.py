@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.decode_start import decode_parser, draw_weights, parse
 from benchmarks.record import save_record
@@ -28,6 +29,7 @@ from jaxkv.engine.request import Request
 from jaxkv.generation import generate
 from jaxkv.models.protocol import Params
 from jaxkv.models.registry import build_model
+from jaxkv.models.tensor_parallel import TensorParallel
 from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
@@ -195,11 +197,16 @@ def make_sequence_runner(
     length: int | None = None,
     *,
     batch_invariant: bool = False,
+    mesh: Mesh | None = None,
 ) -> SequenceRunner:
-    """Returns a runner whose cache holds exactly the setting's sequences, or as many of `length` tokens."""
-    model = replace(
+    """Returns a runner whose cache holds exactly the setting's sequences, or as many of `length` tokens.
+
+    The devices of a `mesh` compute the model together; `params` are then divided among them.
+    """
+    whole = replace(
         build_model(config), implementation=implementation, batch_invariant=batch_invariant
     )
+    model = whole if mesh is None else TensorParallel(whole, mesh)
     dtype = str(jax.tree.leaves(params)[0].dtype)
     length = length or setting.context + setting.new_tokens
     cache = CacheConfig(max_sequences=setting.batch)

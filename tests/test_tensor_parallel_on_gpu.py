@@ -1,0 +1,52 @@
+"""On two GPUs or more: our kernels over several devices give the tokens of one, up to close calls."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import LLM, SamplingParams
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.models.registry import build_model
+from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
+from tests.devices import needs_devices
+
+pytestmark = [pytest.mark.gpu, needs_devices(2)]
+
+WIDE = {"max_model_len": 512, "max_num_seqs": 8, "progress": False, "eos_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A model of four layers of the 0.6B shape, in bfloat16, and its parameters."""
+    shape = SHAPES["qwen3-0.6b"]
+    layers = {"num_layers": 4, "windows": (None,) * 4, "pattern": shape.pattern[:4]}
+    model = build_model(type(shape)(**(vars(shape) | layers)))
+    return model, model.init_params(jax.random.key(0), "bfloat16")
+
+
+def test_log_probabilities_are_those_of_one_gpu_within_rounding(whole):
+    model, params = whole
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, model.vocab_size, 40 * (at + 1)).tolist() for at in range(4)]
+    told = []
+    for devices in (1, 2):
+        split = model if devices == 1 else TensorParallel(model, tensor_mesh(devices))
+        own = params if devices == 1 else split.divided(params)
+        with LLM.from_parts(split, own, **WIDE) as llm:
+            assert llm.stats().implementation == "mosaic_gpu"
+            sampled = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
+            assert all(len(one.token_ids) == 24 for one in sampled)
+            told.append(np.concatenate(llm.score(prompts)))
+    np.testing.assert_allclose(told[1], told[0], atol=0.1)
+
+
+def test_many_steps_leave_both_gpus_with_the_same_states_and_end(whole):
+    model, params = whole
+    split = TensorParallel(model, tensor_mesh(2))
+    with LLM.from_parts(split, split.divided(params), **WIDE) as llm:
+        sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=400)
+        outputs = llm.generate([[at + 1] * 8 for at in range(8)], sampling)
+        assert all(len(one.token_ids) == 400 for one in outputs)
+        last = llm.engine.runner.cache.layer(model.num_layers)["last_token"]
+        mine, other = (np.asarray(shard.data) for shard in last.addressable_shards)
+        assert np.array_equal(mine, other)
