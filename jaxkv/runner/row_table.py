@@ -84,20 +84,17 @@ class RowTable:
             entries = self._last_entries.copy()
         self._last_held = []  # An interrupted update is followed by a complete one.
         for row in due:
-            entries[row] = self._update_row(all_held[row], sampling[row])
-            if not entries[row]:
+            held, request = all_held[row], sampling[row]
+            entry = held.states["sampling"].write
+            known = self._owners[entry] is held and self._params[entry] is request.params
+            if not known or self._changes[entry] != changes[row]:
+                self._write(entry, held, request)
+            if not entry:
                 allocator.states(sequences[row], "sampling")  # Raises: it has no entry.
+            entries[row] = entry
         self._last_sampling, self._last_changes = sampling, changes
         self._last_held, self._last_entries = all_held, entries
         return entries
-
-    def _update_row(self, held: SequenceView, request: RequestSampling) -> int:
-        """Writes the row of a sequence unless it is current, and returns its index."""
-        entry = held.states["sampling"].write
-        known = self._owners[entry] is held and self._params[entry] is request.params
-        if not known or self._changes[entry] != held.changes:
-            self._write(entry, held, request)
-        return entry
 
     def _write(self, entry: int, held: SequenceView, request: RequestSampling) -> None:
         known = self._owners[entry] is held and self._params[entry] is request.params

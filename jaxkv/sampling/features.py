@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True, order=True)
@@ -56,10 +57,15 @@ class Features:
 
 def union(several: Sequence[Features]) -> Features:
     """Returns the smallest features that cover all of `several`, which must not be empty."""
-    first = several[0]
-    if several.count(first) == len(several):
-        return first
-    kinds = set(several)
+    kinds, left = [several[0]], several
+    # The rows have few objects in common, and to compare or hash the features of each would take longer.
+    while left := [one for one in left if one is not kinds[-1]]:
+        kinds.append(left[0])
+    return kinds[0] if len(kinds) == 1 else _union_of(frozenset(kinds))
+
+
+@cache
+def _union_of(kinds: frozenset[Features]) -> Features:
     most = max(map(_top, kinds))
     return Features(
         draws=any(one.draws for one in kinds),
