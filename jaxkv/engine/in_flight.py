@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part, columns_of, first_step
+from jaxkv.engine.step_plan import Part, columns_of, first_step, token_masks_of
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, unpack_sampled
@@ -69,14 +69,14 @@ def step_rows_of(
     if shape.steps > 1:
         left = [part.count for part in parts]
         parts = [first_step(part) for part in parts]
-    sequences, starts, counts, emits, carry, drafts = columns_of(parts)
+    columns = columns_of(parts)
+    sequences, starts, counts, emits, carry, drafts = columns
     generated: list[int] = []
     if shape.features.min_tokens:
         generated = [sequence.generated + sequence.pending for sequence in sequences]
     masks: list[np.ndarray | None] = []
     if shape.features.grammar:
-        constraints = [sequence.constraint for sequence in sequences]
-        masks = [None if one is None else one.mask for one in constraints]
+        masks = token_masks_of(columns)
     given: list[tuple[int, ...]] = []
     if shape.features.logprobs is not None and any(one.request.given for one in sequences):
         given = [_given(*pair) for pair in zip(sequences, left or emits, strict=True)]

@@ -17,7 +17,14 @@ from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints
-from jaxkv.engine.step_plan import Part, StepPlan, columns_of, first_step
+from jaxkv.engine.step_plan import (
+    Part,
+    PartColumns,
+    StepPlan,
+    columns_of,
+    first_step,
+    token_masks_of,
+)
 from jaxkv.engine.step_sizes import StepSizes
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.program_specs import StepSpec
@@ -107,12 +114,15 @@ class StepPipeline:
 
     def shape(self, parts: Sequence[Part]) -> StepSpec:
         """Returns the spec of the program that runs one step of these parts."""
-        sequences, starts, counts, *_ = columns_of(parts)
+        columns = columns_of(parts)
+        sequences, starts, counts, *_ = columns
+        features = union([sequence.features for sequence in sequences])
         needed = self._shapes.choose(
             len(parts),
             sum(counts),
-            union([sequence.features for sequence in sequences]),
+            features,
             total_tokens=max([sequence.reserved for sequence in sequences]),
+            masks=_num_masks(columns) if features.grammar else 0,
             mixed=0 in counts,
             fresh=not any(starts),
         )
@@ -153,12 +163,15 @@ class StepPipeline:
 
     def _verify_shape(self, parts: Sequence[Part]) -> StepSpec | None:
         """Returns the program that verifies the drafts of these parts; `None` to send them without drafts."""
-        sequences = columns_of(parts).sequences
+        columns = columns_of(parts)
+        sequences = columns.sequences
+        features = union([sequence.features for sequence in sequences])
         needed = self._runner.fit(
             self._shapes.verify(
                 len(parts),
-                union([sequence.features for sequence in sequences]),
+                features,
                 total_tokens=max([sequence.reserved for sequence in sequences]),
+                masks=_num_masks(columns) if features.grammar else 0,
             )
         )
         if self._runner.programs.is_closed and not self._runner.has(needed):
@@ -212,3 +225,8 @@ class StepPipeline:
             weight_version=self._runner.weight_version,
             pending_checkpoints=pending_checkpoints,
         )
+
+
+def _num_masks(columns: PartColumns) -> int:
+    """Returns how many different masks the parts have."""
+    return len({id(mask) for mask in token_masks_of(columns) if mask is not None})

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.engine.request_state import RequestState
 
@@ -99,6 +101,14 @@ def next_decode_part(sequence: RequestState) -> Part | None:
 
 _new_tuple = tuple.__new__
 """Makes a part in half the time of its constructor, which is a function in Python."""
+
+
+def token_masks_of(columns: PartColumns) -> list[np.ndarray | None]:
+    """Returns the mask of the token that each part samples; `None` without a grammar, or if the token is not used."""
+    return [
+        None if sequence.constraint is None or not emits else sequence.constraint.mask
+        for sequence, emits in zip(columns.sequences, columns.emits, strict=True)
+    ]
 
 
 def extended(part: Part, steps: int) -> Part:

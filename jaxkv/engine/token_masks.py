@@ -50,12 +50,12 @@ def _needs_mask(sequence: RequestState, finisher: Finisher) -> bool:
     None is for a request that ends, nor for one whose form has not begun. The next step computes the keys and values of
     forced tokens as a chunk, like those of a prompt.
     """
-    constraint = sequence.constraint
+    constraint, answer = sequence.constraint, sequence.answer
     assert constraint is not None
     try:
-        if constraint.stays_free(sequence.answer):
+        if constraint.stays_free(answer):
             return False
-        for token in constraint.forced(sequence.answer):
+        for token in constraint.forced(answer):
             sequence.accept(token, None)
             if sequence.reason is not None:
                 finisher.release(sequence)

@@ -9,6 +9,9 @@ MOST_PADDING = 1.25
 LOOSE_TOKENS = 64
 """Up to this many tokens, reading the weights dominates the cost of a step, so padding costs nothing."""
 
+FEW_MASKS = 16
+"""Up to so many masks of grammars cost little to send: 0.3 MB for a vocabulary of 151,936 tokens."""
+
 
 def power_of_two_buckets(minimum: int, maximum: int) -> tuple[int, ...]:
     """Returns the powers of two from `minimum`, rounded up to a power, to below `maximum`, and then `maximum`.
@@ -65,6 +68,11 @@ def coarse_buckets(minimum: int, maximum: int, factor: int) -> tuple[int, ...]:
     while sizes[-1] // factor >= minimum:
         sizes.append(sizes[-1] // factor)
     return tuple(reversed(sizes))
+
+
+def mask_buckets(rows: int) -> tuple[int, ...]:
+    """Returns the numbers of masks that programs of `rows` rows take: few, and one for each row."""
+    return (FEW_MASKS, rows) if rows > FEW_MASKS else (rows,)
 
 
 def bucket(size: int, sizes: Sequence[int]) -> int:

@@ -84,7 +84,8 @@ def int_fields(
         each_position = (shape.rows, shape.drafts + 1) if shape.drafts else rows
         fields.append(Field("block_stop", each_position))
     if shape.features.grammar:
-        fields.append(Field("token_mask", (shape.rows, num_words(vocab_size)), -1))
+        fields.append(Field("mask_of_row", rows, shape.masks))
+        fields.append(Field("token_masks", (shape.masks, num_words(vocab_size))))
     if shape.features.logprobs is not None:
         fields.append(Field("given", (shape.rows, shape.steps), NO_TOKEN))
     return (*fields, *_sampling_fields(shape, np.int32))
@@ -225,10 +226,13 @@ class PackedLayout:
         names = [field.name for field in fields_for(shape.features)]
         if shape.features.min_tokens:
             names.append("block_stop")
-        if shape.features.grammar:
-            names.append("token_mask")
         if shape.features.logprobs is not None:
             names.append("given")
+        values = {name: fields[name] for name in names}
+        if shape.features.grammar:
+            masks = fields["token_masks"].at[fields["mask_of_row"]]
+            # A row without a mask has an index past the end, and every token is allowed.
+            values["token_mask"] = masks.get(mode="fill", fill_value=-1)
         return StepBatch(
             **{name: fields[name] for name in _BATCH_FIELDS},
             paged=paged,
@@ -236,7 +240,7 @@ class PackedLayout:
             sampling=SamplingBatch(
                 state_ids=fields["sampling_states"],
                 carry=fields["carry"],
-                values={name: fields[name] for name in names},
+                values=values,
                 features=shape.features,
                 processors=self._processors,
             ),

@@ -114,6 +114,11 @@ class Packer:
             )
         if rows.drafts:
             self._check_drafts(shape, rows)
+        masks = len({id(mask) for mask in rows.masks if mask is not None})
+        if masks > shape.masks:
+            raise ValueError(
+                f"a step with {masks} masks does not fit a program of {shape.masks}; choose a program with more"
+            )
         if len(rows.pending_checkpoints) > shape.pending_checkpoints:
             raise ValueError(
                 f"a step with {len(rows.pending_checkpoints)} pending checkpoints does not fit a program of "
@@ -252,14 +257,25 @@ class Packer:
             else:
                 ahead = np.arange(target.shape[1])
                 target[:count] = np.less.outer(ahead, np.subtract(least, rows.generated)).T
-        if "token_mask" in fields:
-            target = fields["token_mask"].view(np.uint32)
-            for row, mask in enumerate(rows.masks):
-                if mask is not None:
-                    target[row] = mask
+        if "token_masks" in fields:
+            _fill_masks(fields["token_masks"].view(np.uint32), fields["mask_of_row"], rows.masks)
         if "given" in fields:
             for target, tokens in zip(fields["given"], rows.given, strict=False):
                 target[: len(tokens)] = tokens
+
+
+def _fill_masks(
+    target: np.ndarray, mask_of_row: np.ndarray, masks: Sequence[np.ndarray | None]
+) -> None:
+    """Writes each mask once, and for each row with a mask the index of it."""
+    indices: dict[int, int] = {}
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            index = indices.get(id(mask))
+            if index is None:
+                index = indices[id(mask)] = len(indices)
+                target[index] = mask
+            mask_of_row[row] = index
 
 
 def _refuse_conflicts(name: str, reads: np.ndarray, writes: np.ndarray, kept: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from jaxkv.layers.adapted import LowRank, with_adapters
 from jaxkv.models.protocol import Model, Params
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec, Size
-from jaxkv.runner.buckets import LOOSE_TOKENS
+from jaxkv.runner.buckets import FEW_MASKS, LOOSE_TOKENS
 from jaxkv.runner.sampled_rows import pack_sampled, pack_verified
 from jaxkv.sampling.features import Features
 from jaxkv.step.multi_step import decode_steps
@@ -107,6 +107,7 @@ class StepSpec(ProgramSpec["Runner"]):
             not 0.
         steps: decode steps that it runs in sequence.
         drafts: most drafts of a row that it verifies; 0 for a program that verifies none.
+        masks: most different masks of rows with a grammar; 0 without `features.grammar`.
     """
 
     tokens: int
@@ -118,6 +119,7 @@ class StepSpec(ProgramSpec["Runner"]):
     fresh: bool = False
     steps: int = 1
     drafts: int = 0
+    masks: int = 0
 
     @property
     def kind(self) -> str:
@@ -132,6 +134,7 @@ class StepSpec(ProgramSpec["Runner"]):
         sizes = f"{self.tokens}x{self.rows}x{max(self.table_widths, default=0)}"
         several = f"_{self.steps}_steps" if self.steps > 1 else ""
         several += f"_{self.drafts}_drafts" if self.drafts else ""
+        several += f"_{self.masks}_masks" if self.masks else ""
         return f"{'fresh_' * self.fresh}{self.kind}_{sizes}{several}"
 
     def sizes(self) -> dict[str, Size]:
@@ -144,6 +147,7 @@ class StepSpec(ProgramSpec["Runner"]):
             "fresh": self.fresh,
             "steps": self.steps if self.steps > 1 else None,
             "drafts": self.drafts or None,
+            "masks": self.masks or None,
         }
 
     def serves(self, needed: ProgramSpec) -> bool:
@@ -156,6 +160,7 @@ class StepSpec(ProgramSpec["Runner"]):
             and self.pending_checkpoints >= needed.pending_checkpoints
             and self.steps == needed.steps
             and self.drafts == needed.drafts
+            and self.masks >= needed.masks
             # A program that reads pages can also run fresh rows, but not the other way round.
             and (needed.fresh or not self.fresh)
             and len(self.table_widths) == len(needed.table_widths)
@@ -164,11 +169,12 @@ class StepSpec(ProgramSpec["Runner"]):
         )
 
     def costs_like(self, needed: ProgramSpec) -> bool:
-        """Returns whether it has few tokens, not many more rows than `needed`, and the same tables and features."""
+        """Returns whether it has few tokens, few more rows and masks than `needed`, and its tables and features."""
         return (
             isinstance(needed, StepSpec)
             and self.tokens <= LOOSE_TOKENS
             and self.rows <= _SPARE_ROWS * needed.rows
+            and self.masks <= max(needed.masks, FEW_MASKS)
             and self.table_widths == needed.table_widths
             and self.features == needed.features
             and self.fresh == needed.fresh
@@ -176,8 +182,8 @@ class StepSpec(ProgramSpec["Runner"]):
 
     @property
     def order_of_cost(self) -> tuple[int, ...]:
-        """Sort key: tokens, then rows, then programs that read no pages first."""
-        return self.tokens, self.rows, not self.fresh
+        """Sort key: tokens, then rows, then masks, then programs that read no pages first."""
+        return self.tokens, self.rows, self.masks, not self.fresh
 
     def lowering(self, runner: Runner) -> Lowering:
         """Returns the step: `cache, packed tokens = run(params, cache, *packed)`, which donates the cache."""

@@ -67,7 +67,8 @@ class StepRows(NamedTuple):
         pending_checkpoints: the pending state checkpoints of the step, sorted by row, then by length.
         left: how many of the program's steps each row takes part in; empty for programs of one step.
         masks: mask of the tokens that each row may sample, see `jaxkv.sampling.token_mask`; `None` for a row without a
-            grammar. May be empty if no row has one.
+            grammar, or whose token is not used. Rows may have one array in common, which is sent once. May be empty if
+            no row has one.
         given: the tokens that each row takes in the program's steps in place of sampled ones, which a program with
             log-probabilities reads; an empty one for a row that samples. May be empty if all rows sample.
         drafts: how many of each row's last tokens are drafts to verify; may be empty if there are none.

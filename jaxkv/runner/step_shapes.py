@@ -14,6 +14,7 @@ from jaxkv.runner.buckets import (
     bucket,
     coarse_buckets,
     filled,
+    mask_buckets,
     row_buckets,
     token_buckets,
 )
@@ -146,6 +147,7 @@ class StepShapes:
         features: Features,
         *,
         total_tokens: int,
+        masks: int = 0,
         mixed: bool = False,
         fresh: bool = False,
     ) -> StepSpec:
@@ -156,6 +158,7 @@ class StepShapes:
             new_tokens: new tokens of all rows together.
             features: sampling features of the rows.
             total_tokens: tokens that the page tables must cover.
+            masks: number of different masks of rows with a grammar.
             mixed: some rows have no new token, so others may have several.
             fresh: all rows begin at their first token.
         """
@@ -163,11 +166,12 @@ class StepShapes:
             return self._largest()
         length = bucket(total_tokens, self.lengths)
         if new_tokens == rows and not mixed:
-            return self._decode(bucket(rows, self.decode_rows), length, features)
+            shape = self._decode(bucket(rows, self.decode_rows), length, features)
+            return _with_masks(shape, masks)
         tokens = bucket(max(new_tokens, rows), self.token_buckets)
         if fresh and tokens <= self._expands:
-            return self._fresh(tokens, features)
-        return self._prefill(tokens, length, features)
+            return _with_masks(self._fresh(tokens, features), masks)
+        return _with_masks(self._prefill(tokens, length, features), masks)
 
     @property
     def most_verified(self) -> int:
@@ -176,18 +180,21 @@ class StepShapes:
             return 0
         return min(self._max_rows, min(LOOSE_TOKENS, self.token_buckets[-1]) // (self.drafts + 1))
 
-    def verify(self, rows: int, features: Features, *, total_tokens: int) -> StepSpec:
+    def verify(
+        self, rows: int, features: Features, *, total_tokens: int, masks: int = 0
+    ) -> StepSpec:
         """Returns the program for a step of at most `most_verified` rows that verifies drafts.
 
         Args:
             rows: number of rows.
             features: sampling features of the rows.
             total_tokens: tokens that the page tables must cover.
+            masks: number of different masks of rows with a grammar.
         """
         rows = min(bucket(rows, self.decode_rows), self.most_verified)
         tokens = bucket(rows * (self.drafts + 1), self.token_buckets)
         widths = self._widths(bucket(total_tokens, self.lengths))
-        return StepSpec(tokens, rows, widths, features, drafts=self.drafts)
+        return _with_masks(StepSpec(tokens, rows, widths, features, drafts=self.drafts), masks)
 
     def declare_all(
         self,
@@ -221,15 +228,15 @@ class StepShapes:
             if self.most_verified
             for length in lengths
         }
-        return (
-            decode
-            + [*verify]
-            + fresh
-            + [self._prefill(tokens, length, features) for tokens in sizes for length in lengths]
-        )
+        prefill = [
+            self._prefill(tokens, length, features) for tokens in sizes for length in lengths
+        ]
+        shapes = [*decode, *verify, *fresh, *prefill]
+        return [with_masks for shape in shapes for with_masks in _each_mask_bucket(shape, rows)]
 
     def _largest(self) -> StepSpec:
-        return self._prefill(self.token_buckets[-1], self.lengths[-1], self._features)
+        shape = self._prefill(self.token_buckets[-1], self.lengths[-1], self._features)
+        return _with_masks(shape, shape.rows)
 
     def _decode(self, rows: int, length: int, features: Features) -> StepSpec:
         return StepSpec(rows, rows, self._widths(length), features, decode=True)
@@ -262,6 +269,21 @@ def _all_features(layout: CacheLayout, *, lora: bool) -> Features:
         logprobs_modes=True,
         lora=lora,
     )
+
+
+def _with_masks(shape: StepSpec, masks: int) -> StepSpec:
+    """Returns the program with room for so many masks, if its rows may have a grammar."""
+    if not shape.features.grammar:
+        return shape
+    return replace(shape, masks=bucket(max(masks, 1), mask_buckets(shape.rows)))
+
+
+def _each_mask_bucket(shape: StepSpec, rows: int | None) -> list[StepSpec]:
+    """Returns the program with each number of masks that up to `rows` rows can need; `None` for all of its rows."""
+    if not shape.features.grammar:
+        return [shape]
+    most = shape.rows if rows is None else min(rows, shape.rows)
+    return [replace(shape, masks=masks) for masks in _up_to(most, mask_buckets(shape.rows))]
 
 
 def _up_to(most: int | None, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv.config.reasoning_tokens import ReasoningTokens
 from jaxkv.sampling.token_mask import mask_of, num_words
 from jaxkv.structured.form_start import FormStart
+from jaxkv.structured.shared_masks import SharedMasks
 
 MOST_FORCED = 64
 """Most forced tokens that a request takes at once, so that a long forced text does not hold up other requests."""
@@ -63,9 +64,10 @@ class Grammar:
         end_ids: ids that end a text of the model.
         forbidden: mask of the ids that no request may sample; its length is that of the matcher's masks.
         fill: computes masks.
+        shared_masks: makes equal masks one array; requests of several grammars may share it.
 
     Attributes:
-        vocab_size, end_ids, forbidden, fill: the arguments.
+        vocab_size, end_ids, forbidden, fill, shared_masks: the arguments.
         first_mask: mask at the beginning of a text.
     """
 
@@ -76,10 +78,11 @@ class Grammar:
         end_ids: Sequence[int],
         forbidden: np.ndarray,
         fill: FillMasks,
+        shared_masks: SharedMasks,
     ) -> None:
         self._matcher = matcher
         self.vocab_size, self.end_ids = vocab_size, tuple(end_ids)
-        self.forbidden, self.fill = forbidden, fill
+        self.forbidden, self.fill, self.shared_masks = forbidden, fill, shared_masks
         masks = np.zeros((1, forbidden.size), np.uint32)
         fill([matcher], masks)
         self.first_mask = masks[0]
@@ -106,7 +109,7 @@ class TokenConstraint:
     Attributes:
         grammar: the grammar.
         matcher: the matcher; only `Grammar.fill` uses it from outside.
-        mask: mask of the tokens that may follow, uint32 [words of the model's vocabulary].
+        mask: mask of the tokens that may follow, uint32 [words of the model's vocabulary]; other requests may hold it.
     """
 
     def __init__(
@@ -206,7 +209,8 @@ class TokenConstraint:
         allowed = computed & self._kept(generated)
         if not allowed.any():
             return False
-        self.mask, self._masked_at = allowed[: self._words], generated
+        self.mask = self.grammar.shared_masks.share(allowed[: self._words])
+        self._masked_at = generated
         return True
 
     def _kept(self, generated: int) -> np.ndarray:

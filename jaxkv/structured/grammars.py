@@ -13,6 +13,7 @@ import numpy as np
 from jaxkv.config.structured_outputs import StructuredOutputs
 from jaxkv.sampling.token_mask import mask_of, num_words
 from jaxkv.structured.grammar import Grammar
+from jaxkv.structured.shared_masks import SharedMasks
 from jaxkv.structured.trial import GrammarTrial
 from jaxkv.structured.trial_process import build_matcher, build_vocabulary, error_of
 from jaxkv.structured.vocabulary import vocabulary_of
@@ -41,6 +42,7 @@ class Grammars:
         self._trial: GrammarTrial | None = None
         self._vocabulary: Any = None
         self._forbidden = np.empty(0, np.uint32)
+        self._shared_masks = SharedMasks()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Returns the compiled grammar.
@@ -83,7 +85,14 @@ class Grammars:
             return str(error)
         matcher = build_matcher(self._vocabulary, kind, source)
         assert not matcher.is_error(), f"the trial compiled this grammar: {error_of(matcher)}"
-        return Grammar(matcher, self._vocab_size, self._end_ids, self._forbidden, fill_masks)
+        return Grammar(
+            matcher,
+            self._vocab_size,
+            self._end_ids,
+            self._forbidden,
+            fill_masks,
+            self._shared_masks,
+        )
 
     def _prepared(self) -> GrammarTrial:
         """Returns the trial process; reads the vocabulary at the first call."""
@@ -120,14 +129,13 @@ _FEW = 16
 
 def fill_masks(matchers: Sequence[Any], masks: np.ndarray) -> None:
     """Computes the masks of several matchers of llguidance without the GIL, many in threads; see `FillMasks`."""
+    begin, size = masks.ctypes.data, masks.strides[0]
     if len(matchers) <= _FEW:
-        for matcher, mask in zip(matchers, masks, strict=True):
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        for index, matcher in enumerate(matchers):
+            matcher.unsafe_compute_mask_ptr(begin + index * size, size)
         return
     numbered = [(matcher, index) for index, matcher in enumerate(matchers)]
-    _executor().unsafe_compute_mask_ptr(
-        numbered, masks.ctypes.data, masks.nbytes // len(matchers), len(matchers)
-    )
+    _executor().unsafe_compute_mask_ptr(numbered, begin, size, len(matchers))
 
 
 @cache

@@ -307,9 +307,12 @@ class SimulatedDevice:
         blocked = features.min_tokens and fields["block_stop"].reshape(shape.rows, -1)[row, column]
         forbidden = fields["stop_ids"][row].tolist() if blocked else []
         if features.grammar:
-            words = fields["token_mask"][row].view(np.uint32)
-            bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB]
-            forbidden += np.flatnonzero(bits == 0).tolist()
+            mask = int(fields["mask_of_row"][row])
+            # An index past the end allows every token.
+            if mask < shape.masks:
+                words = fields["token_masks"][mask]
+                bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB]
+                forbidden += np.flatnonzero(bits == 0).tolist()
         return weigh(chain, seed=seed, counts=counts, biases=biases), forbidden
 
     def _remember(self, shape, cache, chosen, states, *, each_once=True):

@@ -4,7 +4,10 @@ import numpy as np
 
 from jaxkv.sampling.token_mask import mask_of, num_words
 from jaxkv.structured.grammar import Grammar
+from jaxkv.structured.shared_masks import SharedMasks
 from tests.engine.simulated_text import VOCAB, fold
+
+SHARED = SharedMasks()
 
 
 def allowed_after(key, tokens):
@@ -69,4 +72,4 @@ def fill(matchers, masks):
 def grammar_of(key, fails_after=None):
     """Returns the grammar of a key."""
     nothing = np.zeros(num_words(VOCAB), np.uint32)
-    return Grammar(HashMatcher(key, fails_after), VOCAB, (), nothing, fill)
+    return Grammar(HashMatcher(key, fails_after), VOCAB, (), nothing, fill, SHARED)

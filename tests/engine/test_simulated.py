@@ -16,6 +16,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.speculation.pace import PLAIN_STEPS, WINDOW
 from jaxkv.engine.warm_up import declare_served
+from jaxkv.runner import buckets
 from tests.engine import simulated_grammar, simulated_requests
 from tests.engine.simulated_engines import KINDS, WINDOWS, Setting, draw_setting, engine_of
 from tests.engine.simulated_grammar import grammar_of
@@ -49,6 +50,8 @@ UNDECLARED = {
 def simulated(monkeypatch, caplog):
     """Keeps arrays off devices, and log messages of intended faults out of the output."""
     put_caches_on_device(monkeypatch)
+    # So that these few rows need programs with few masks and programs with many.
+    monkeypatch.setattr(buckets, "FEW_MASKS", 2)
     caplog.set_level(logging.CRITICAL)
 
 

@@ -21,11 +21,13 @@ from jaxkv.engine.engine import Engine
 from jaxkv.offload.transfers import HostTransfers
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.structured.grammar import TokenConstraint
 from tests.defects import Defects, wrap
 from tests.engine.simulated import WrongUse
 from tests.engine.simulated_engines import KINDS, draw_setting
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, WrongOutput, WrongProgress
+from tests.engine.simulated_requests import GRAMMAR, WISHES
 
 GUESSED = {"drafts": 3, "rightness": 0.6, "budget": 40, "prefix": True, "overlap": True}
 QUIET = {"fault_rate": 0.0, "broken_every": 0}
@@ -36,21 +38,21 @@ OTHERS = "other records are read|the text of another"
 """A row reads places that do not hold its own text."""
 
 
-def defect(kind, message=None, *, caches=KINDS, **fixed):
-    """Registers a defect, the error that must find it, and the caches and settings in which it shows soon."""
+def defect(kind, message=None, *, caches=KINDS, wishes=WISHES, **fixed):
+    """Registers a defect, the error that must find it, and what it shows soon in: caches, requests and settings."""
 
     def register(function):
-        SETTINGS[function.__name__] = caches, QUIET | fixed
+        SETTINGS[function.__name__] = caches, wishes, QUIET | fixed
         return DEFECTS(kind, message)(function)
 
     return register
 
 
-def play(caches, fixed, seeds):
+def play(caches, wishes, fixed, seeds):
     for seed in range(seeds):
         for kind in caches:
             draw = random.Random(f"{kind} {seed}")
-            Play(draw, draw_setting(draw, kind, **fixed), 6).run()
+            Play(draw, draw_setting(draw, kind, **fixed), 6, wishes).run()
 
 
 def repack(patch, change):
@@ -299,6 +301,40 @@ def who_comes_back_forgets_what_it_has_generated(patch):
         "admit",
         lambda admit: lambda sequence_runner, rows, _=(): admit(sequence_runner, rows),
     )
+
+
+@defect(RuntimeError, "a token that is not allowed", caches=["full"], wishes=[(GRAMMAR,)])
+def two_rows_get_the_masks_of_each_other(patch):
+    def change(shape, fields, count):
+        if count > 1 and shape.masks > 1:
+            masks = fields["mask_of_row"]
+            masks[:2] = masks[[1, 0]]
+
+    repack(patch, change)
+
+
+@defect(WrongOutput, caches=["full"], wishes=[(GRAMMAR, {})])
+def a_free_row_gets_the_mask_of_another(patch):
+    def change(shape, fields, count):
+        if shape.masks:
+            masks = fields["mask_of_row"][:count]
+            masks[:] = masks.min()
+
+    repack(patch, change)
+
+
+@defect(RuntimeError, "a token that is not allowed", caches=["full"], wishes=[(GRAMMAR,)])
+def a_row_keeps_its_first_mask(patch):
+    def make(take):
+        def late(constraint, computed, generated):
+            before = constraint.mask
+            taken = take(constraint, computed, generated)
+            constraint.mask = before if before.size else constraint.mask
+            return taken
+
+        return late
+
+    wrap(patch, TokenConstraint, "_take", make)
 
 
 @pytest.mark.parametrize("name", DEFECTS)

@@ -19,6 +19,7 @@ from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row, StepRows
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN, STOP_WIDTH, features_of, split_seed
+from jaxkv.sampling.token_mask import mask_of, num_words
 from tests.cache.layouts import slots_of
 
 VOCAB = 100
@@ -205,6 +206,60 @@ def test_given_tokens_come_back_and_the_steps_of_other_rows_sample(packer):
         found = np.asarray(batch.sampling["given"])
         assert found[1].tolist() == wanted
         assert (found[[0, 2, 3]] == NO_TOKEN).all()
+
+
+WORDS = num_words(VOCAB)
+EVERYTHING = np.full(WORDS, -1, np.int32)
+
+
+def packed_masks(packer, masks, *, room, change=lambda fields: None):
+    """Returns the mask of each of 4 rows as the program sees it, after `change` of what was packed."""
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    for sequence in range(len(masks)):
+        opened(allocator, sequence, 1)
+    shape = StepSpec(4, 4, (4, 8), Features(grammar=True), decode=True, masks=room)
+    rows = StepRows.of([Row(sequence, [5], 0, GREEDY) for sequence in range(len(masks))])
+    ints, _ = packer.pack(shape, rows._replace(masks=masks), allocator)
+    change(packer.packed_layout.arrangements(shape)[0].split(ints))
+    batch = packer.packed_layout.unpack(shape, jnp.asarray(ints))
+    return np.asarray(batch.sampling["token_mask"])
+
+
+def masks_of(*tokens):
+    return [None if one is None else mask_of([one], WORDS) for one in tokens]
+
+
+def test_each_row_has_its_own_mask_and_rows_without_one_allow_every_token(packer):
+    masks = masks_of(None, 70, 3)
+    first, second, third, padding = packed_masks(packer, masks, room=3)
+    np.testing.assert_array_equal(second.view(np.uint32), masks[1])
+    np.testing.assert_array_equal(third.view(np.uint32), masks[2])
+    np.testing.assert_array_equal(first, EVERYTHING)
+    np.testing.assert_array_equal(padding, EVERYTHING)
+
+
+def test_unused_masks_reach_no_row(packer):
+    def fill_unused(fields):
+        fields["token_masks"][1:] = 1 << 7
+
+    found = packed_masks(packer, masks_of(None, 70), room=4, change=fill_unused)
+    assert found[1].view(np.uint32).tolist() == [0, 0, 1 << 6, 0]
+    assert (found[[0, 2, 3]] == -1).all()
+
+
+def test_the_masks_of_a_step_do_not_depend_on_the_step_before(packer):
+    packed_masks(packer, masks_of(1, 2, 3, 4), room=4)
+    found = packed_masks(packer, masks_of(None, 9, None), room=4)
+    assert found[1].view(np.uint32).tolist() == [1 << 9, 0, 0, 0]
+    assert (found[[0, 2, 3]] == -1).all()
+
+
+def test_rows_with_one_array_in_common_take_one_place(packer):
+    one, other = masks_of(70, 3)
+    found = packed_masks(packer, [one, other, one, None], room=2).view(np.uint32)
+    np.testing.assert_array_equal(found[:3], [one, other, one])
+    with pytest.raises(ValueError, match="3 masks does not fit a program of 2"):
+        packed_masks(packer, [one, other, one.copy()], room=2)
 
 
 @pytest.mark.parametrize("decode", [False, True])

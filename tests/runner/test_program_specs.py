@@ -10,6 +10,7 @@ from jaxkv.engine.request import Request
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.program_specs import ScoreSpec
 from jaxkv.runner.step_shapes import StepShapes
+from jaxkv.sampling.features import Features
 
 LAYOUT = group_layers(
     (
@@ -82,3 +83,17 @@ def test_without_strict_mode_only_a_few_more_rows_are_better_than_a_compilation(
     ):
         assert able.serves(needed)
         assert not able.costs_like(needed)
+
+
+def test_a_program_serves_steps_of_fewer_masks_and_16_cost_little():
+    def step(rows, masks):
+        features = Features(grammar=True)
+        return SHAPES.choose(rows, rows, features, total_tokens=100, masks=masks)
+
+    few, many = step(128, 3), step(128, 40)
+    assert many.serves(few)
+    assert not few.serves(many)
+    assert not many.costs_like(few)
+    assert step(16, 16).costs_like(step(4, 2))
+    assert few.order_of_cost < many.order_of_cost
+    assert len({few.name, many.name}) == len({str(few), str(many)}) == 2

@@ -174,3 +174,30 @@ def test_the_number_of_programs_is_bounded():
 def test_too_many_tokens_are_refused():
     with pytest.raises(ValueError, match="largest bucket"):
         shapes().declare(rows(2049), total_tokens=4096)
+
+
+@given(st.integers(1, 256), st.integers(0, 256), st.integers(1, 6), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_every_number_of_masks_has_a_declared_program_that_holds_them(rows, masks, each, pinned):
+    """The steps have drafts, one token per row, or prompts."""
+    features, masks = Features(grammar=True), min(rows, masks)
+    served = shapes(pinned=pinned, max_rows=256, drafts=3)
+    chosen = [served.choose(rows, each * rows, features, total_tokens=64, masks=masks)]
+    if not pinned and rows <= served.most_verified:
+        chosen.append(served.verify(rows, features, total_tokens=64, masks=masks))
+    for most in (None, rows):
+        assert set(chosen) <= set(served.declare_all(features, rows=most))
+    assert all(masks <= shape.masks <= shape.rows for shape in chosen)
+
+
+def test_grammars_double_the_programs_at_most_and_few_masks_take_little_room():
+    served = shapes(max_rows=256)
+    free, masked = (served.declare_all(Features(grammar=one)) for one in (False, True))
+    assert len(free) < len(masked) == len(set(masked)) <= 2 * len(free)
+    assert {shape.masks for shape in free} == {0}
+    few = served.choose(256, 256, Features(grammar=True), total_tokens=64, masks=16)
+    many = served.choose(256, 256, Features(grammar=True), total_tokens=64, masks=17)
+    assert (few.masks, many.masks) == (16, 256)
+    assert len(served.declare_all(Features(grammar=True), rows=16)) == len(
+        served.declare_all(Features(), rows=16)
+    )
