@@ -134,13 +134,15 @@ def lowerings():
     from jaxkv.sampling.features import Features
     from tests.sampling.processors import FUNCTIONS
 
-    chosen = Features(draws=True, filters=True, penalties=True, min_tokens=True, logprobs=5)
+    chosen = Features(
+        draws=True, filters=True, penalties=True, min_tokens=True, grammar=True, logprobs=5
+    )
     step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
     many = StepSpec(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
     drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
     processed = dataclasses.replace(step, features=Features(draws=True, processors=True))
     adapted = dataclasses.replace(step, features=Features(lora=True))
-    weighed = dataclasses.replace(step, features=chosen)
+    weighed = dataclasses.replace(step, features=chosen, masks=4)
     several = dataclasses.replace(step, steps=4)
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     prompt = StepSpec(tokens=128, rows=ROWS, table_widths=(WIDTH,))
@@ -211,7 +213,9 @@ def lowerings():
         "prefill_invariant": lambda: invariant(mixed),
         "verify": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(verify),
         "verify_weighed": lambda: processing("mosaic_gpu", layers=1).program(
-            dataclasses.replace(verify, features=dataclasses.replace(chosen, processors=True))
+            dataclasses.replace(
+                verify, features=dataclasses.replace(chosen, processors=True), masks=4
+            )
         ),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
         "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),
