@@ -33,7 +33,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import RequestState
 from jaxkv.offload.memory import HostMemory
-from jaxkv.offload.programs import SwapSpec, pad_ids, unit_shapes
+from jaxkv.offload.programs import SwapSpec, pad_ids, unit_places, unit_shapes
 
 Row = dict[str, Any]
 
@@ -57,7 +57,7 @@ def transfers(engine: Engine) -> list[Row]:
     group = engine.runner.layout.paged_groups[0]
     device = jax.devices()[0]
     memory = HostMemory(device)
-    shapes = unit_shapes(group)
+    shapes, places = unit_shapes(group), unit_places(group, engine.runner.cache)
     units = [
         tuple(jnp.full(one.shape, at + 1, one.dtype, device=device) for one in shapes)
         for at in range(_PAGES)
@@ -71,7 +71,7 @@ def transfers(engine: Engine) -> list[Row]:
     stored = send()
 
     def bring() -> None:
-        jax.block_until_ready(memory.copy_to_device(stored))
+        jax.block_until_ready(memory.copy_to_device(stored, places))
 
     rows = []
     for way, run in (("to the host", send), ("to the device", bring)):

@@ -99,15 +99,11 @@ def model_for[M: Model](model: M, cache: CacheConfig, engine: EngineConfig) -> M
             several devices, and the options need one.
     """
     if isinstance(model, TensorParallel):
-        for name, value in (
-            ("batch_invariant", engine.batch_invariant),
-            ("host_bytes", cache.host_bytes),
-        ):
-            if value:
-                raise ValueError(
-                    f"{name} is supported on one device only, and tensor_parallel_size is {model.count}; turn one of "
-                    "them off"
-                )
+        if engine.batch_invariant:
+            raise ValueError(
+                f"batch_invariant is supported on one device only, and tensor_parallel_size is {model.count}; turn one "
+                "of them off"
+            )
         return replace(model, whole=model_for(model.whole, cache, engine))
     if engine.batch_invariant:
         if not isinstance(model, Decoder):

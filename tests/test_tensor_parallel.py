@@ -182,6 +182,22 @@ def test_saved_prefixes_come_back_for_as_many_devices_alone(folder, pair, tmp_pa
         other.load_prefixes(file)
 
 
+def test_prefixes_on_the_host_come_back_in_parts(folder, single):
+    """Few pages on the devices, so that each prompt evicts the one before."""
+    prompts = [f"{number}{number}" + PROMPT for number in range(6)]
+    cache = CacheConfig(budget_bytes=190_000, host_bytes=2**22, page_size=16, max_sequences=4)
+    options = {name: SMALL[name] for name in ("dtype", "progress")} | {"max_model_len": 96}
+    with LLM(folder, tensor_parallel_size=2, cache=cache, **options) as llm:
+        first = [tokens_of(llm.generate([one], GREEDY)) for one in prompts]
+        again = [llm.generate([one], GREEDY) for one in prompts]
+        host = llm.stats().host
+    assert [tokens_of(one) for one in again] == first
+    assert first == [tokens_of(single.generate([one], GREEDY)) for one in prompts]
+    assert host.written > 0
+    assert host.read > 0
+    assert sum(one[0].usage.cached_tokens for one in again) > 0
+
+
 def test_new_weights_are_divided_by_their_owner(folder, single, pair):
     new = jax.tree.map(lambda leaf: leaf * 1.5, single.params)
     wanted = None
@@ -232,15 +248,12 @@ def test_random_weights_are_those_of_one_device(folder):
         ({"tensor_parallel_size": 16}, "the number of devices here, 8, got 16"),
         ({"tensor_parallel_size": 3}, "which has heads = 8, kv_heads = 2"),
         ({"batch_invariant": True}, "batch_invariant is supported on one device only"),
-        ({"cache": CacheConfig(host_bytes=2**20)}, "host_bytes is supported on one device only"),
         ({"quantization": "int8"}, "weights in 8 or 4 bits are supported on one device only"),
         ({"lora": True}, "got a TensorParallel; turn lora off"),
     ],
 )
 def test_what_several_devices_cannot_do_is_refused(folder, options, message):
     options = {"tensor_parallel_size": 2} | options
-    if "cache" in options:
-        options |= {"block_size": 16}
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(folder, progress=False, max_model_len=64, **options)
 

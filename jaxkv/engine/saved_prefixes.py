@@ -10,17 +10,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import Group
-from jaxkv.cache.state import Cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.offload.prefix_catalogue import Source, collect, page_size_of
 from jaxkv.offload.prefix_file import Identity, PrefixFile, Unit, open_file, save_file
 from jaxkv.offload.prefix_restore import Restore, begin_restore
-from jaxkv.offload.programs import SwapSpec, bucket_of, pad_ids
+from jaxkv.offload.programs import SwapSpec, bucket_of, pad_ids, unit_places
 from jaxkv.offload.transfers import units_at_once
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.weights_checksum import weights_checksum
@@ -164,7 +162,7 @@ def _read(
         away = [source for source in part if source.on_host]
         if away:
             assert host is not None, "only a host tier has units on the host"
-            units = host.transfers.read([source.unit for source in away])
+            units = host.transfers.read(group.name, [source.unit for source in away])
             found |= zip(away, units, strict=True)
         near = [source for source in part if not source.on_host]
         if near:
@@ -175,24 +173,16 @@ def _read(
         yield from (found[source] for source in part)
 
 
-def _everywhere(cache: Cache) -> Sharding:
-    """Returns the sharding that gives each device of a cache a copy."""
-    place = cache.arrays[0].sharding
-    if isinstance(place, NamedSharding):
-        return NamedSharding(place.mesh, PartitionSpec())
-    return place
-
-
 def _write(runner: ModelRunner, file: PrefixFile, restore: Restore, group: Group) -> int:
     """Writes the units of a group to the cache; returns their bytes."""
     moves = restore.moves(group.name)
-    place = _everywhere(runner.cache)
+    places = unit_places(group, runner.cache)
     for part in _parts(group, moves):
         size = bucket_of(len(part))
         ids: np.ndarray = pad_ids([one.unit for one in part], size, runner.counts[group.name])
         units = [file.read(group, one.handle) for one in part]
         # Wait here, so that a failed copy raises before the cache is donated.
-        placed = jax.block_until_ready(jax.device_put(units, place))
+        placed = jax.block_until_ready(jax.device_put(units, [places] * len(units)))
         padded = (*placed, *placed[-1:] * (size - len(placed)))
         runner.update(SwapSpec(False, group.index, size), ids, padded)
     return len(moves) * group.bytes_per_unit

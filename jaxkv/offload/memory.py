@@ -1,4 +1,4 @@
-"""Host memory beside a device: pinned if the device supports it, otherwise NumPy arrays.
+"""Host memory beside the devices: pinned if they support it, otherwise NumPy arrays.
 
 Copies are asynchronous. Support for pinned memory is tested by a round trip on the device.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,10 +19,10 @@ HostArrays = tuple[jax.Array | np.ndarray, ...]
 
 
 class HostMemory:
-    """Copies arrays between one device and the host.
+    """Copies arrays between the devices and the host. Of a divided array each device copies its own part.
 
     Args:
-        device: the device.
+        device: one of the devices, on which copies are tried.
 
     Attributes:
         kind: "pinned_host", or "pageable" where copies use the CPU, which is logged once.
@@ -30,7 +30,6 @@ class HostMemory:
     """
 
     def __init__(self, device: jax.Device) -> None:  # pyright: ignore[reportInvalidTypeForm]
-        self._device = device
         self.reason = _why_pageable(device)
         self.kind = PAGEABLE if self.reason else PINNED
         if self.reason:
@@ -40,7 +39,8 @@ class HostMemory:
         """Starts copies of device arrays to the host; call `wait_for_copies` on the result before keeping it."""
         if self.kind == PINNED:
             # One call for all units: a call costs as much as dozens of arrays.
-            return jax.device_put(list(units), _place(self._device, PINNED))
+            kept = list(units)
+            return jax.device_put(kept, jax.tree.map(_pinned, kept))
         for array in jax.tree.leaves(units):
             array.copy_to_host_async()
         return list(units)
@@ -56,9 +56,16 @@ class HostMemory:
         # Copied, because NumPy's view would keep the device array alive.
         return [tuple(np.array(array, copy=True) for array in unit) for unit in units]
 
-    def copy_to_device(self, units: Sequence[HostArrays]) -> list[HostArrays]:
-        """Starts copies of host arrays to the device, concurrently with its computation."""
-        return jax.device_put(list(units), _place(self._device, "device"))
+    def copy_to_device(
+        self, units: Sequence[HostArrays], places: Sequence[Sharding]
+    ) -> list[HostArrays]:
+        """Starts copies of host arrays to the devices, concurrently with their computation.
+
+        Args:
+            units: pages or states of one group.
+            places: where each array of a unit goes, see `unit_places`.
+        """
+        return jax.device_put(list(units), [tuple(places)] * len(units))
 
 
 def is_ready(units: Sequence[HostArrays]) -> bool:
@@ -68,6 +75,11 @@ def is_ready(units: Sequence[HostArrays]) -> bool:
         for unit in units
         for array in unit
     )
+
+
+def _pinned(array: jax.Array) -> Sharding:
+    """Returns where an array is, in the host's memory."""
+    return array.sharding.with_memory_kind(PINNED)
 
 
 def _place(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from jaxkv.cache.spec import CacheLayout, Group
@@ -78,6 +79,20 @@ def unit_shapes(group: Group) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
+def unit_places(group: Group, cache: Cache) -> tuple[Sharding, ...]:
+    """Returns where each array of a unit is on the devices: divided like the cache, see `ArraySpec.split`."""
+    place = cache.arrays[0].sharding
+    if not isinstance(place, NamedSharding):
+        return (place,) * len(group.spec.arrays)
+    places = []
+    for array in group.spec.arrays:
+        axes: list[str | None] = [None] * (1 + len(group.spec.leading) + len(array.shape))
+        if array.split is not None and array.devices > 1:
+            axes[1 + len(group.spec.leading) + array.split] = place.mesh.axis_names[0]
+        places.append(NamedSharding(place.mesh, PartitionSpec(*axes)))
+    return tuple(places)
+
+
 def pad_ids(ids: Sequence[int], size: int, count: int) -> Int[np.ndarray, " size"]:
     """Returns ids as int32, padded to `size`.
 
@@ -98,7 +113,8 @@ def swap_lowering(
 ) -> Lowering:
     """Returns the lowering of `units = read(cache, ids)` or `cache, () = write(cache, ids, units)`, which donates."""
     group, size = layout.groups[spec.group], spec.units
-    ids = pad_ids([0], size, counts[group.name])
+    ids, places = pad_ids([0], size, counts[group.name]), unit_places(group, cache)
+    over_mesh = [place for place in places if isinstance(place, NamedSharding)]
 
     def read(cache: Cache, ids: Int[Array, " size"]) -> tuple[Unit, ...]:
         found = [
@@ -107,6 +123,8 @@ def swap_lowering(
         ]
         # Without the barrier, XLA makes a separate kernel for each unit, and compiles ten times as long.
         found = lax.optimization_barrier(found)
+        if over_mesh:
+            found = list(map(lax.with_sharding_constraint, found, map(_of_stack, over_mesh)))
         return tuple(tuple(units[at] for units in found) for at in range(size))
 
     def write(
@@ -122,7 +140,17 @@ def swap_lowering(
 
     if spec.out:
         return Lowering(read, (cache, ids), cache_argument=None)
-    return Lowering(write, (cache, ids, (unit_shapes(group),) * size), cache_argument=0)
+    types = unit_shapes(group)
+    if over_mesh:
+        types = tuple(
+            one.update(sharding=place) for one, place in zip(types, over_mesh, strict=True)
+        )
+    return Lowering(write, (cache, ids, (types,) * size), cache_argument=0)
+
+
+def _of_stack(place: NamedSharding) -> NamedSharding:
+    """Returns the sharding of a stack of units."""
+    return NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
 
 
 def _by_role(cache: Cache, group: Group) -> Iterator[tuple[list[tuple[int, str]], list[Array]]]:

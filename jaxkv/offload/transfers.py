@@ -22,7 +22,7 @@ from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.memory import is_out_of_memory
 from jaxkv.offload.entries import Move
 from jaxkv.offload.memory import HostArrays, HostMemory, is_ready
-from jaxkv.offload.programs import BUCKETS, SwapSpec, bucket_of, pad_ids
+from jaxkv.offload.programs import BUCKETS, SwapSpec, bucket_of, pad_ids, unit_places
 from jaxkv.offload.swap_in import SwapIn
 from jaxkv.offload.tier import HostTier
 
@@ -108,6 +108,8 @@ class HostTransfers:
         self.transfers: deque[Transfer] = deque(maxlen=_RECORDED)
         self._device = device
         self._tier = tier
+        cache = device.owner.handle().cache
+        self._places = {group.name: unit_places(group, cache) for group in device.layout.groups}
         self._stored: dict[int, HostArrays] = {}
         self._sending: deque[Transfer] = deque()
         self._failures_in_row = 0
@@ -122,14 +124,15 @@ class HostTransfers:
             self._send(moves)
         self._finish_ready()
 
-    def read(self, handles: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
-        """Returns copies of pages or states on the host; call `flush` before reading handles from the tier.
+    def read(self, group: str, handles: Sequence[int]) -> list[tuple[np.ndarray, ...]]:
+        """Returns copies of a group's pages or states on the host; call `flush` before taking handles from the tier.
 
         Raises:
             JaxRuntimeError: the swap-out of one of them failed.
         """
         # Through the device, because `HostMemory` has tested only this way out of pinned memory.
-        found = self.memory.copy_to_device([self._stored[handle] for handle in handles])
+        stored = [self._stored[handle] for handle in handles]
+        found = self.memory.copy_to_device(stored, self._places[group])
         return [tuple(np.asarray(array) for array in unit) for unit in found]
 
     def start(self, swap_in: SwapIn) -> StagedSwapIn:
@@ -250,7 +253,8 @@ class HostTransfers:
             inbound.staged.append(transfer)
             try:
                 stored = [self._stored[move.handle] for move in transfer.moves]
-                transfer.arrays = self.memory.copy_to_device(stored)
+                places = self._places[transfer.moves[0].group]
+                transfer.arrays = self.memory.copy_to_device(stored, places)
             except STEP_FAILURES as error:
                 self._fail(transfer, error)
                 return

@@ -2,8 +2,6 @@
 
 import logging
 
-import jax
-
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
 from jaxkv.models.protocol import Model
@@ -33,9 +31,11 @@ class HostCache:
     """
 
     def __init__(self, runner: ModelRunner, prefix: PrefixIndex, num_bytes: int) -> None:
-        [device] = jax.tree.leaves(runner.cache)[0].devices()
+        devices = runner.cache.arrays[0].sharding.device_set
+        device = min(devices, key=lambda one: one.id)
         self._prefix = prefix
-        swap_ins = attach_host(prefix, num_bytes)
+        # The tier counts the bytes of one device's part; each device has at most as many.
+        swap_ins = attach_host(prefix, num_bytes // len(devices))
         self.tier: HostTier = swap_ins.tier
         self.transfers = HostTransfers(runner, self.tier, HostMemory(device))
         self.prefetch = HostPrefetch(prefix, swap_ins, self.transfers)
