@@ -56,6 +56,7 @@ def sequence_runner(
     rows=ROWS,
     layers=LAYERS,
     *,
+    devices=1,
     keeps_outputs=False,
     cache_dtype="bfloat16",
     logits_processors=None,
@@ -64,6 +65,7 @@ def sequence_runner(
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
     `changes` are fields of its config that make another model of it; with `keeps_outputs` it may answer full hits.
+    Several `devices` compute the model together.
     `logits_processors` are those of an `LLM`.
 
     The host would choose "xla", so the model is told what to run after the engine was made.
@@ -72,6 +74,7 @@ def sequence_runner(
     from jaxkv.cache.variants import outputs, sampling
     from jaxkv.config.model import ModelConfig, RopeConfig
     from jaxkv.models.registry import build_model
+    from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
     from jaxkv.runner.model_runner import ModelRunner
     from jaxkv.runner.sequence_runner import SequenceRunner
     from jaxkv.sampling.register_processors import register_processors
@@ -94,7 +97,8 @@ def sequence_runner(
         "windows": (None,) * layers,
     }
     config = ModelConfig(**(llama | changes))
-    model = build_model(config)
+    whole = build_model(config)
+    model = whole if devices == 1 else TensorParallel(whole, tensor_mesh(devices))
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype=cache_dtype)
     longest = WIDTH * PAGE_SIZE
     processors = register_processors(
@@ -118,6 +122,8 @@ def sequence_runner(
         max_rows=rows,
     )
     made.runner.model = model.running(implementation)
+    if devices > 1:
+        made.runner.model = TensorParallel(whole.running(implementation), mesh(devices))
     return made
 
 
@@ -250,13 +256,44 @@ def generated(made, shape):
 
 
 @functools.cache
-def device():
-    """Returns an H200 that can be compiled for."""
+def described(count):
+    """Returns H200s of one host, linked by NVLink, that can be compiled for."""
     from jax.experimental import topologies
 
+    # Without links XLA would leave the sums over devices to NCCL.
+    links = "gpu_device_info {\n  device_interconnect_info { active_links: 18 }"
+    config = H200 if count == 1 else H200.replace("gpu_device_info {", links)
     return topologies.get_topology_desc(
-        "h200", "cuda", target_config=H200, topology="1x1x1"
-    ).devices[0]
+        "h200", "cuda", target_config=config, topology=f"1x1x{count}"
+    ).devices
+
+
+def device():
+    """Returns an H200 that can be compiled for."""
+    return described(1)[0]
+
+
+def mesh(count):
+    """Returns the mesh of several described H200s."""
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from jaxkv.models.tensor_parallel import AXIS
+
+    return Mesh(np.asarray(described(count)), (AXIS,))
+
+
+def placed(array, devices):
+    """Returns the type of an argument on the described devices in place of the host's."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    place = None
+    if devices == 1:
+        place = jax.sharding.SingleDeviceSharding(device())
+    elif isinstance(getattr(array, "sharding", None), NamedSharding):
+        place = NamedSharding(mesh(devices), array.sharding.spec)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,11 +313,9 @@ def report(name, lowering, dump):
     from jaxkv.programs.manifest import compile_program
 
     spec = Named(name)
-    place = jax.sharding.SingleDeviceSharding(device())
-    arguments = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
-        lowering.arguments,
-    )
+    places = [leaf.sharding for leaf in jax.tree.leaves(lowering.arguments[0])]
+    devices = max((len(place.device_set) for place in places if place is not None), default=1)
+    arguments = jax.tree.map(lambda array: placed(array, devices), lowering.arguments)
     # Kernels ask the default device whether they can run on it.
     with jax.default_device(device()):
         lowering = dataclasses.replace(lowering, arguments=arguments)
@@ -307,6 +342,7 @@ def report(name, lowering, dump):
         "captured": buffers.captured,
         "outside": buffers.outside,
         "turns": re.findall(r'known_trip_count":{"n":"(\d+)"', text),
+        "collectives": re.findall(r" (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", text),
         "custom_calls": re.findall(r'custom_call_target="([^"]+)"', text),
     }
 

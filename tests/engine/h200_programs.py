@@ -6,12 +6,13 @@ describe, since a start of JAX and of the plugin takes five seconds. Names of ot
 
 import sys
 
-from tests.engine import h200, h200_host, h200_hybrid, h200_latent, h200_windows
+from tests.engine import h200, h200_devices, h200_host, h200_hybrid, h200_latent, h200_windows
 
 
 def lowerings():
     """Returns, by name, functions that describe what to compile."""
     others = {
+        "devices": h200_devices,
         "host": h200_host,
         "hybrid": h200_hybrid,
         "latent": h200_latent,

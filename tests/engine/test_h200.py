@@ -47,15 +47,24 @@ LATENT = (
     "latent_sparse_expanded_records_mosaic_gpu",
 )
 MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
+DIVIDED = "devices_decode_2"
+MORE_DIVIDED = (
+    "devices_decode_8",
+    "devices_decode_drawn_2",
+    "devices_prefill_2",
+    "devices_multi_step_2",
+    "devices_experts_decode_2",
+)
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW = (
     *(MANY_ROWS, *CHOOSING, *PROCESSED, ADAPTED, "generate", ODD, LATE, SOLVING),
-    *(*MORE_HYBRID, *LATENT, *MORE_WINDOWS, INVARIANT, *VERIFY),
+    *(*MORE_HYBRID, *LATENT, *MORE_WINDOWS, INVARIANT, *VERIFY, *MORE_DIVIDED),
 )
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
     *HYBRID,
     *WINDOWS,
+    DIVIDED,
 ]
 # Our kernels in a program. Per layer of a Llama one that writes, one that attends, and of few rows one for each of
 # four products; of more than 64 tokens no product is a kernel. Products of experts are two, however many tokens. With
@@ -122,7 +131,7 @@ def each(*names):
     return pytest.mark.parametrize("name", marked)
 
 
-@each(*GOOD, *BESIDE, *HOST, *OTHERS, SOLVING)
+@each(*GOOD, *BESIDE, *HOST, *OTHERS, SOLVING, DIVIDED, *MORE_DIVIDED)
 def test_a_program_updates_its_cache_in_place_on_an_h200(report, name):
     # Every leaf of the cache is its own output, and no pool is copied: pages, states, latents, records and index keys.
     found = report(name)
@@ -172,6 +181,16 @@ def test_the_best_step_writes_attends_and_multiplies_in_kernels_of_ours(report, 
 @each(*(name for name in STEPS if name in KERNELS))
 def test_a_step_of_a_llama_calls_no_library(report, name):
     assert set(report(name)["custom_calls"]) <= {"mosaic_gpu_v2"}
+
+
+@each(DIVIDED, *MORE_DIVIDED)
+def test_several_devices_exchange_one_sum_per_block_by_a_kernel_over_peer_memory(report, name):
+    """One for the embeddings, two for each of two layers, one for the logits; none is left to NCCL."""
+    found = report(name)
+    assert found["collectives"] == ["all-reduce"] * (2 * 2 + 2)
+    assert found["outside"].count("kCollectiveKernel") == 2 * 2 + 2
+    assert not [kind for kind in found["outside"] if "All" in kind or "Nccl" in kind]
+    assert "mosaic_gpu_v2" in found["custom_calls"]
 
 
 def test_no_matrix_of_an_expert_is_copied(report):
