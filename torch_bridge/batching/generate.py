@@ -82,9 +82,10 @@ def generate(
     """
     max_sequences = as_int("max_sequences", max_sequences, 1, 2**16)
     token_budget = as_int("token_budget", token_budget, max_sequences, 2**24)
-    _refuse_model(model)
     if cache is not None and cache.parts.model is not model:
         raise ValueError("the cache was made for another model; give a JaxkvCache of this model")
+    if _attends(model, cache):
+        _refuse_model(model)
     words = _tokenizer(tokenizer, _vocab_size(model))
     longest = _longest(model, cache)
     listed = as_prompts(prompts)
@@ -198,10 +199,13 @@ def _requests(
     ]
 
 
+def _attends(model: PreTrainedModel, cache: JaxkvCache | None) -> bool:
+    """Whether a layer attends. A cache has the plans of its layers; to make them takes milliseconds."""
+    plans = plan_layers(model, page_size=_PAGE_SIZE) if cache is None else cache.parts.plans
+    return any(isinstance(spec, PagedSpec) for plan in plans for spec in plan.specs)
+
+
 def _refuse_model(model: PreTrainedModel) -> None:
-    plans = plan_layers(model, page_size=_PAGE_SIZE)
-    if not any(isinstance(spec, PagedSpec) for plan in plans for spec in plan.specs):
-        return
     name = type(model).__name__
     why = None
     if not attends_pages(model):

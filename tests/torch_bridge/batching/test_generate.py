@@ -201,6 +201,19 @@ def test_what_cannot_be_served_is_refused_by_name(llama, cache):
     assert torch_bridge.generate(model, [], GREEDY) == []
 
 
+def test_a_call_with_a_cache_plans_no_layers_and_needs_attention_over_pages(monkeypatch):
+    def plan(*given, **options):
+        raise AssertionError("the cache has the plans")
+
+    model, _ = paged(num_hidden_layers=1)
+    cache = JaxkvCache(model, max_tokens=64)
+    monkeypatch.setattr("torch_bridge.batching.generate.plan_layers", plan)
+    torch_bridge.generate(model, [[5, 6]], SamplingParams(max_tokens=1), cache=cache)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(Unsupported, match=r'set_attn_implementation\("jaxkv"\)'):
+        torch_bridge.generate(model, [[5, 6]], GREEDY, cache=cache)
+
+
 def test_a_model_whose_rotary_angles_depend_on_the_length_is_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     turning, _ = paged(rope_parameters=rope)
