@@ -1,7 +1,7 @@
 """`Features`: the sampling operations that a step program contains. Imports no JAX."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 
@@ -42,16 +42,9 @@ class Features:
 
         Penalties must be equal, because rows without penalties have no cleared counts in the cache's sampling group.
         """
-        return (
-            self.penalties == needed.penalties
-            and self.draws >= needed.draws
-            and self.filters >= needed.filters
-            and self.min_tokens >= needed.min_tokens
-            and self.grammar >= needed.grammar
-            and self.processors >= needed.processors
-            and self.logprobs_modes >= needed.logprobs_modes
-            and self.lora >= needed.lora
-            and _top(self) >= _top(needed)
+        return self.penalties == needed.penalties and all(
+            _level(getattr(self, one.name)) >= _level(getattr(needed, one.name))
+            for one in fields(self)
         )
 
 
@@ -66,20 +59,13 @@ def union(several: Sequence[Features]) -> Features:
 
 @cache
 def _union_of(kinds: frozenset[Features]) -> Features:
-    most = max(map(_top, kinds))
-    return Features(
-        draws=any(one.draws for one in kinds),
-        filters=any(one.filters for one in kinds),
-        penalties=any(one.penalties for one in kinds),
-        min_tokens=any(one.min_tokens for one in kinds),
-        grammar=any(one.grammar for one in kinds),
-        processors=any(one.processors for one in kinds),
-        logprobs=None if most < 0 else most,
-        logprobs_modes=any(one.logprobs_modes for one in kinds),
-        lora=any(one.lora for one in kinds),
-    )
+    levels = {
+        one.name: max((getattr(kind, one.name) for kind in kinds), key=_level)
+        for one in fields(Features)
+    }
+    return Features(**levels)
 
 
-def _top(features: Features) -> int:
-    """Returns the number of most likely tokens that are reported; -1 if no log-probabilities are."""
-    return -1 if features.logprobs is None else features.logprobs
+def _level(feature: bool | int | None) -> int:
+    """Returns how much of a feature a program has: 0 or 1, or the number of most likely tokens; -1 for `None`."""
+    return -1 if feature is None else int(feature)
