@@ -6,7 +6,7 @@ step is a replayed decode forward, a packed prefill forward, or both, and one sa
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from jaxkv.text.tokenizer import Tokenizer
 from torch_bridge.batching.row_cache import RowCache
 from torch_bridge.batching.sampler import Sampler, uploaded
 from torch_bridge.transformers_cache.store import Store
+
+
+class ModelChanged(Exception):
+    """The model has changed since the kept pages that requests began from were computed."""
 
 
 class BatchLoop:
@@ -57,15 +61,21 @@ class BatchLoop:
         self._in_flight: deque[InFlightStep] = deque()
 
     def run(
-        self, prompts: Sequence[Sequence[Request]], tokenizer: Tokenizer | None
+        self,
+        prompts: Sequence[Sequence[Request]],
+        tokenizer: Tokenizer | None,
+        has_changed: Callable[[], bool] | None = None,
     ) -> list[list[RequestState]]:
         """Runs requests until all have ended, and returns their states. On an exception, it ends them all.
 
         Args:
             prompts: the samples of each prompt.
             tokenizer: finds stop strings.
+            has_changed: returns whether the model has changed, of which the prefix index knows nothing yet. It is
+                called when the first step was sent, since it waits for the device.
 
         Raises:
+            ModelChanged: the model has changed. No token was read.
             OutOfPages: no request runs, and the first one cannot get its pages because other users of the pool, such as
                 rows of the cache or its forks, hold them.
         """
@@ -77,6 +87,7 @@ class BatchLoop:
                     self._scheduler.add_sample(first, other)
                 self._scheduler.add(first)
             with self._rows.serving():
+                self._step(has_changed)
                 while any(state.status != FINISHED for state in flat):
                     self._step()
         finally:
@@ -96,13 +107,15 @@ class BatchLoop:
             now=time.monotonic(),
         )
 
-    def _step(self) -> None:
+    def _step(self, has_changed: Callable[[], bool] | None = None) -> None:
         """Sends the next step, then reads the tokens of the one before."""
         plan = self._scheduler.plan()
         if plan.copies:
             self._copy(plan)
         if plan.parts:
             self._in_flight.append(self._send(plan.parts))
+        if has_changed is not None and has_changed():
+            raise ModelChanged
         ahead = 1 if plan.parts else 0
         progressed = bool(plan.parts or plan.preempted or self._in_flight)
         while len(self._in_flight) > ahead:

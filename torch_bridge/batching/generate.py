@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.prompts import Prompt, as_prompts, named, one_each, tokenize
 from jaxkv.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.dispatch import Unsupported
-from torch_bridge.batching.batch_loop import BatchLoop
+from torch_bridge.batching.batch_loop import BatchLoop, ModelChanged
 from torch_bridge.batching.row_cache import RowCache
 from torch_bridge.batching.sampler import Sampler, SamplerKind
 from torch_bridge.transformers_cache.attention import NAME, attends_pages
 from torch_bridge.transformers_cache.cache import CacheParts, JaxkvCache
 from torch_bridge.transformers_cache.fingerprint import turns_with_length
 from torch_bridge.transformers_cache.model_layout import plan_layers
-from torch_bridge.transformers_cache.placing import notice_changes
+from torch_bridge.transformers_cache.placing import begin_comparison
 from torch_bridge.transformers_cache.tables import padded
 
 _REFUSED = ("logits_processors", "prompt_logprobs", "structured_outputs", "lora")
@@ -146,14 +147,17 @@ class Batching:
             if self._store.owner.poisoned:
                 self._store.index.clear()
                 self._store.owner.rebuild()
-            notice_changes(self._model, self._graphs.known, self._store)
+            has_changed = begin_comparison(self._model, self._graphs.known, self._store)
             self._graphs.notice_text()
             sampler = self._samplers.pop(kind, None) or Sampler(kind, self._store.device)
-            loop = BatchLoop(
-                self._store, self._rows, sampler, max_rows=max_rows, token_budget=token_budget
-            )
-            states = loop.run(requests, tokenizer)
-            # After an exception its entries are in an unknown state, so it is dropped.
+            loop = partial(BatchLoop, self._store, self._rows)
+            sizes = {"max_rows": max_rows, "token_budget": token_budget}
+            try:
+                states = loop(sampler, **sizes).run(requests, tokenizer, has_changed)
+            except ModelChanged:
+                # After an exception a sampler's entries are in an unknown state, so it is dropped.
+                sampler = Sampler(kind, self._store.device)
+                states = loop(sampler, **sizes).run(requests, tokenizer)
             self._samplers[kind] = sampler
             if len(self._samplers) > _MOST_SAMPLERS:
                 del self._samplers[next(iter(self._samplers))]

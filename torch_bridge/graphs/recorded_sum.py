@@ -4,6 +4,7 @@ The weights of a model are some hundred tensors, and to launch the work on each 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class RecordedSum:
 
     def __init__(self, recorder: Recorder | None, order: ReplayOrder) -> None:
         self._recorder, self._order = recorder, order
-        self._places: list[tuple[int, int]] = []
+        self._places: list[list[Any]] = []
         self._work: Recorded | None = None
 
     @property
@@ -33,31 +34,45 @@ class RecordedSum:
         """Whether a recording holds memory."""
         return self._work is not None
 
-    def __call__(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the checksum of all parts and their order, int64 of shape (), which the next call overwrites.
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the checksum of all tensors and their order, int64 of shape ().
+
+        The next replay of this recorder, of whatever work, may overwrite it.
 
         Args:
-            parts: uint8 [bytes], on one device.
+            tensors: dense tensors on one device.
         """
-        places = [(part.data_ptr(), part.numel()) for part in parts]
+        places = _places(tensors)
         if places != self._places:
             self._places, self._work = places, None
-            return sum_on_device(parts)
-        if self._recorder is None or not _is_current(parts[0].device):
-            return sum_on_device(parts)
+            return sum_on_device(tensors)
+        if self._recorder is None or not _is_current(tensors[0].device):
+            return sum_on_device(tensors)
         self._order.follow()
         if self._work is None:
             try:
-                self._work = self._recorder.record(lambda _: [sum_on_device(parts)], _NO_POOLS)
+                self._work = self._recorder.record(lambda _: [sum_on_device(tensors)], _NO_POOLS)
             except RuntimeError:
                 # Memory is short, or another thread has broken the capture. It costs time alone.
                 self._places = []
-                return sum_on_device(parts)
+                return sum_on_device(tensors)
         (found,) = self._work.replay(_NO_POOLS)
         return found
 
 
 _NO_POOLS: Pools = {}
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Returns what decides which bytes a recording reads for the tensors, and how."""
+    kinds = (
+        torch.Tensor.data_ptr,
+        torch.Tensor.size,
+        torch.Tensor.stride,
+        torch.Tensor.is_conj,
+        torch.Tensor.is_neg,
+    )
+    return [[one.dtype for one in tensors], *(list(map(kind, tensors)) for kind in kinds)]
 
 
 def _is_current(device: torch.device) -> bool:

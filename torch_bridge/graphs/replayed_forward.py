@@ -8,7 +8,7 @@ import torch
 
 from torch_bridge.on_model import OnModel
 from torch_bridge.own_forward import OwnForward
-from torch_bridge.transformers_cache.forward_call import CACHE_NAMES
+from torch_bridge.transformers_cache.forward_call import CACHE_NAMES, by_name
 from torch_bridge.transformers_cache.uncompiled import uncompiled
 
 _NAME = "forward"
@@ -23,17 +23,18 @@ class ReplayedForward(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's own
         """Replays the forward, or calls the model's own."""
-        replayed = _replay(kwargs, self.original)
+        replayed = _replay(self, args, kwargs)
         return self.original(*args, **kwargs) if replayed is None else replayed
 
 
 @uncompiled
-def _replay(arguments: Mapping[str, Any], original: Callable[..., Any]) -> Any:  # noqa: ANN401
+def _replay(forward: OwnForward, args: tuple, kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Returns the replayed output of a forward, or `None` if no cache among the arguments replays it."""
+    arguments = by_name(forward.module(), args, kwargs) if args else kwargs
     for name in CACHE_NAMES:
         replay = getattr(arguments.get(name), "replay", None)
         if replay is not None:
-            return replay(arguments, original)
+            return replay(arguments, forward.original)
     return None
 
 
@@ -56,6 +57,11 @@ def _take(model: torch.nn.Module, _: None) -> None:
 
 
 _REPLAYED = OnModel(_put, _take)
+
+
+def is_replayed(model: torch.nn.Module) -> bool:
+    """Whether a call of the model reaches a `ReplayedForward` before anything that has wrapped its forward."""
+    return isinstance(vars(model).get(_NAME), ReplayedForward)
 
 
 def install(model: torch.nn.Module) -> Callable[[], None]:

@@ -186,7 +186,7 @@ class StepGraphs:
             self.drop(CHANGED)
             self._forward = forward
         self._check_memory(step)
-        if (self._is_new_text or self._has_states) and self._state is not None:
+        if self._has_states and self._state is not None:
             self._still_holds()
         recording = self._recordings.get(key)
         if recording is None and key not in self._refused:

@@ -25,15 +25,16 @@ from pallas_kernels.dispatch import Unsupported
 from torch_bridge.fused.checked import why_not_fused
 from torch_bridge.fused.install import install as install_fused
 from torch_bridge.graphs.recorder import recorder_for
-from torch_bridge.graphs.replayed_forward import install
+from torch_bridge.graphs.replayed_forward import install, is_replayed
 from torch_bridge.graphs.step_graphs import StepGraphs
+from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.attention import attends_pages
 from torch_bridge.transformers_cache.cache_layers import Running, layers_of
 from torch_bridge.transformers_cache.fingerprint import autocast
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
-from torch_bridge.transformers_cache.placing import place
+from torch_bridge.transformers_cache.placing import begin_comparison, place
 from torch_bridge.transformers_cache.sequences import Sequences, Unread
 from torch_bridge.transformers_cache.state_layout import can_begin_from_states
 from torch_bridge.transformers_cache.step import Step, active
@@ -171,7 +172,9 @@ class JaxkvCache(Cache):
         self._graphs = graphs
         self._store = sequences.store
         self._running = Running()
-        self._num_computed = self._num_reused = 0
+        self._num_computed = self._num_reused = self._reused = 0
+        self._comparison: Callable[[], bool] | None = None
+        self._opening: tuple[ForwardCall, dict[str, Any]] | None = None
         super().__init__(layers=layers_of(plans, sequences, self._running))
         undo = [watch(model), install_fused(model, self._store.device)]
         if graphs.can_replay:
@@ -362,20 +365,28 @@ class JaxkvCache(Cache):
         self._sequences.check()
         self._check_model()
         paged = attends_pages(self._model)
-        if call.shape[1] > 1 or not self._sequences.rows:
-            self._graphs.notice_text()
+        self._comparison = None
         # Leased first: if that fails, nothing has changed.
-        lease = self._store.borrow()
+        return self._start(call, self._store.borrow(), self._compare, attends_pages=paged)
+
+    def _start(
+        self,
+        call: ForwardCall,
+        lease: Lease,
+        compare: Callable[[], None],
+        *,
+        attends_pages: bool,
+    ) -> dict[str, Any]:
+        """Places a forward's tokens, makes its step the current one, and returns its arguments."""
+        opens = not self._sequences.rows
         try:
-            real, left_out, reused = place(
-                call, self._model, self._graphs.known, self._sequences, lease
-            )
+            real, left_out, self._reused = place(call, self._model, self._sequences, lease, compare)
         except BaseException:
             # At most whole pages were copied.
             self._store.give_back(lease)
             raise
         try:
-            step = Step(self._sequences, lease, real, attends_pages=paged)
+            step = Step(self._sequences, lease, real, attends_pages=attends_pages)
             self._states = LentStates(
                 self._sequences, lease, self.layers, has_previous=step.num_columns > 0
             )
@@ -385,15 +396,54 @@ class JaxkvCache(Cache):
             lease.abandon(f"ended in {error!r}", cause=error)
             raise
         self._running.step = step
-        self._num_reused += reused
         # Single tokens compare no fingerprint.
         is_same = autocast() == self._store.autocast
         self._unread = Unread(call.ids if is_same else None, call.positions, real, step.num_columns)
         step.enter()
-        return call.without_columns(left_out)
+        arguments = call.without_columns(left_out)
+        # A copy, since hooks may change what they are given. It refers to this cache, so `_finish` drops it.
+        self._opening = (call, dict(arguments)) if opens else None
+        return arguments
+
+    def _compare(self) -> None:
+        """Begins to compare the model with its last state, and ends that now if `replay` cannot begin the forward anew.
+
+        The device sums the weights meanwhile.
+        """
+        self._comparison = begin_comparison(self._model, self._graphs.known, self._store)
+        self._graphs.notice_text()
+        can_wait = self._graphs.can_replay and is_replayed(self._model)
+        if not can_wait or self._sequences.has_states:
+            self._has_changed()
+
+    def _has_changed(self) -> bool:
+        """Ends the comparison that the current forward has begun, if any; returns whether the model has changed."""
+        comparison, self._comparison = self._comparison, None
+        return comparison is not None and comparison()
+
+    def _begin_again(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Begins the current forward anew with all its columns, and returns its arguments.
+
+        What code around the forward has put into the arguments since `begin` stays there.
+        """
+        step = self._running.step
+        assert step is not None
+        assert self._opening is not None
+        call, begun = self._opening
+        self._running.step = None
+        step.leave()
+        self._sequences.release()
+        whole = self._start(call, step.lease, lambda: None, attends_pages=step.attends_pages)
+        return {
+            name: whole.get(name, given) if given is begun.get(name) else given
+            for name, given in arguments.items()
+        }
 
     def replay(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Any:  # noqa: ANN401
         """Returns the output of the current forward if it was replayed, else `None`.
+
+        If the model has changed since the pages that the forward reuses were computed, the output is that of the
+        ordinary forward over all columns.
 
         Args:
             arguments: the forward's arguments by name.
@@ -407,6 +457,8 @@ class JaxkvCache(Cache):
             return None
         out = self._graphs.replay(forward, arguments, self._sequences, self._running)
         self._states.end_replay(replayed=out is not None)
+        if self._has_changed() and self._opening is not None:
+            return forward(**self._begin_again(arguments))
         return out
 
     def end(self, *, failed: bool) -> None:
@@ -416,13 +468,14 @@ class JaxkvCache(Cache):
             self._finish(step, failed=failed)
 
     def _finish(self, step: Step, *, failed: bool) -> None:
-        self._running.step = None
+        self._running.step = self._opening = None
         step.leave()
         if failed:
             self._states.drop()
             step.lease.abandon("ended in a forward that failed", cause=sys.exception())
             return
         try:
+            assert self._comparison is None, "replay ends what begin has begun to compare"
             step.check_complete()
             self._states.take_back()
             self._sequences.commit(self._unread)
@@ -433,6 +486,8 @@ class JaxkvCache(Cache):
             step.lease.abandon(f"ended in {error!r}", cause=error)
             raise
         self._num_computed += step.num_tokens
+        self._num_reused += self._reused
+        self._reused = 0
 
     def _check_idle(self, verb: str) -> None:
         if self._running.step is not None:

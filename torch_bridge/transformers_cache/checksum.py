@@ -18,44 +18,70 @@ _WORDS = 1 << 16
 """Most words of 32 bits in the last sum, which needs a factor for each; more than `_FEWEST` rows."""
 
 
-def checksums(
+def begin_checksums(
     tensors: Sequence[torch.Tensor],
-    sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
-) -> tuple[int, ...]:
-    """Returns integers that change if any bit of a tensor changes, with a collision chance of about 2**-32.
+    sum_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+) -> Callable[[], tuple[int, ...]]:
+    """Queues the checksums of tensors on torch's current streams; returns a function that waits for them.
 
-    Uses CRC-32 on the CPU. Every byte is read once. The host waits once per device.
+    They are integers that change if any bit of a tensor changes, with a collision chance of about 2**-32. On the CPU
+    they are CRC-32, which this function computes itself. Every byte is read once.
 
     Args:
         tensors: dense tensors of any dtype and shape, on any devices. They are not changed.
-        sum_parts: computes the checksum of the others on a device; `None` for `sum_on_device`.
+        sum_tensors: computes the checksum of those on a device; `None` for `sum_on_device`.
     """
     found: list[int] = []
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        raw = plain.view(-1).view(torch.uint8)
-        if raw.device.type == "cpu":
-            found.append(zlib.crc32(raw.numpy()))
+        if tensor.device.type == "cpu":
+            found.append(zlib.crc32(_bytes_of(tensor).numpy()))
         else:
-            elsewhere.setdefault(raw.device, []).append(raw)
-    return (*found, *(int((sum_parts or sum_on_device)(parts)) for parts in elsewhere.values()))
+            elsewhere.setdefault(tensor.device, []).append(tensor)
+    sums = [read_later((sum_tensors or sum_on_device)(held)) for held in elsewhere.values()]
+    return lambda: (*found, *(read() for read in sums))
 
 
-def sum_on_device(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns a checksum of all parts and their order, int64 of shape ().
+def read_later(number: torch.Tensor) -> Callable[[], int]:
+    """Queues a copy of one number to the host, and returns a function that waits for that copy alone.
+
+    The number's memory may be written again by work that is queued afterwards.
+    """
+    if not number.is_cuda:
+        value = int(number)
+        return lambda: value
+    held = torch.empty_like(number, device="cpu", pin_memory=True)
+    held.copy_(number, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(number.device))
+
+    def read() -> int:
+        copied.synchronize()
+        return int(held)
+
+    return read
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's elements as uint8 [bytes]: a view, or a copy if the tensor is not contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
+def sum_on_device(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a checksum of all tensors and their order, int64 of shape ().
 
     Rows of bytes are multiplied by factors as a matrix of int8, which tensor cores do as fast as the bytes arrive. The
     sums, an exact int32 each, are bytes again. The last 256 KiB are multiplied word by word, modulo 2**64. Each byte
     has a factor of its position at every level (a multilinear hash), so swapped bytes or flipped signs change the sum.
 
     Args:
-        parts: uint8 [bytes], on one device.
+        tensors: dense tensors on one device.
     """
     pending: list[torch.Tensor] = []
     size = 0
-    for raw in parts:
-        summed = _summed(raw)
+    for tensor in tensors:
+        summed = _summed(_bytes_of(tensor))
         pending += summed
         size += sum(part.numel() for part in summed)
         if size > _PENDING:

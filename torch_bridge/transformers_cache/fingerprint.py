@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from torch_bridge.transformers_cache.checksum import checksums, sum_on_device
+from torch_bridge.transformers_cache.checksum import begin_checksums, sum_on_device
 from torch_bridge.transformers_cache.model_reading import ModelReading
 
 _TURNS_WITH_LENGTH = ("dynamic", "longrope")
@@ -33,30 +33,40 @@ class KnownModel:
 
     Args:
         model: the model.
-        sum_parts: computes the checksum of tensors' bytes on a device.
+        sum_tensors: computes the checksum of tensors on a device.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        sum_parts: Callable[[Sequence[torch.Tensor]], torch.Tensor] = sum_on_device,
+        sum_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor] = sum_on_device,
     ) -> None:
-        self._model, self._sum_parts = model, sum_parts
+        self._model, self._sum_tensors = model, sum_tensors
         self._latest: ModelReading | None = None
 
-    def fingerprint(self) -> Fingerprint:
-        """Returns the model's fingerprint, which changes if the same tokens may give other keys.
+    def begin_fingerprint(self) -> Callable[[], Fingerprint]:
+        """Queues the checksums on torch's current stream; returns a function that waits for them.
+
+        The function returns the model's fingerprint, which changes if the same tokens may give other keys. The bits are
+        those at this call, all else is read when the function is called.
 
         It covers every element of all parameters, buffers, other tensors and NumPy arrays of the modules; their plain
         attributes, and containers, dataclasses and namespaces of them; configs, training mode, structure and autocast;
         and the `forward` of the modules' classes. Hooks, replaced functions and all other objects are compared by
         identity. A change inside such an object (a closure, for example) or of global state is not seen. All weights
-        are read once, and the host waits for the result.
+        are read once.
         """
-        reading = self._read()
-        sums = checksums(reading.tensors, self._sum_parts)
-        values = (*reading.values, *reading.versions(), autocast())
-        return Fingerprint(values, sums, tuple(reading.objects))
+        latest = self._latest
+        reading = latest if latest is not None and latest.can_compare else self._read()
+        sums = begin_checksums(reading.tensors, self._sum_tensors)
+
+        def finish() -> Fingerprint:
+            now = self._read() if reading is latest else reading
+            read = sums if now is reading else begin_checksums(now.tensors, self._sum_tensors)
+            values = (*now.values, *now.versions(), autocast())
+            return Fingerprint(values, read(), tuple(now.objects))
+
+        return finish
 
     def structure(self) -> Fingerprint:
         """Returns the fingerprint with the tensors' addresses, strides and devices in place of their bits.

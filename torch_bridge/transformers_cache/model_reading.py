@@ -44,6 +44,7 @@ class ModelReading:
             `id` of each object that is compared by identity.
         tensors: the tensors whose bits can be read.
         objects: the objects compared by identity.
+        can_compare: whether `still_holds` can be True.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -55,7 +56,7 @@ class ModelReading:
         self._dicts: list[dict[Any, Any]] = []
         self._others: list[Iterable[Any]] = []
         self._kinds: dict[type[Any], object] = {}
-        self._can_compare = True
+        self.can_compare = True
         self._visit(model)
         self._sizes, self._contents = self._read_contents()
         self._forms = self._read_forms()
@@ -67,7 +68,7 @@ class ModelReading:
         also for models with objects that cannot be compared so, such as NumPy arrays, and for equal values that are
         other objects.
         """
-        if not self._can_compare:
+        if not self.can_compare:
             return False
         sizes, contents = self._read_contents()
         return (
@@ -124,13 +125,13 @@ class ModelReading:
                 self._kinds[type(found)] = None
                 self._visit(type(found).forward)
         elif isinstance(found, Mapping):
-            self._can_compare = False
+            self.can_compare = False
             self._visit_mapping(found)
         elif isinstance(found, list | tuple | AbstractSet):
             self._others.append(found)
             self._visit_items(enumerate(found))
         elif isinstance(found, np.ndarray) and not found.dtype.hasobject:
-            self._can_compare = False
+            self.can_compare = False
             self.values.append((str(found.dtype), found.shape, zlib.crc32(found.tobytes())))
         elif _is_record(found):
             self._holders.append(found)
@@ -161,11 +162,11 @@ class ModelReading:
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         self.values.append((tensor.dtype, tensor.shape))
         if is_traceable_wrapper_subclass(tensor):
-            self._can_compare = False
+            self.can_compare = False
             for name in tensor.__tensor_flatten__()[0]:
                 self._visit(getattr(tensor, name))
         elif tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
-            self._can_compare = False
+            self.can_compare = False
             # The bits cannot be read, so a new object makes the reading differ from every other.
             self.values.append(object())
         else:

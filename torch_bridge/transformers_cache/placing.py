@@ -1,5 +1,7 @@
 """Reserves pages and states for a forward's tokens, and finds the leading columns that the prefix index holds."""
 
+from collections.abc import Callable
+
 import numpy as np
 from transformers import PreTrainedModel
 
@@ -13,11 +15,19 @@ from torch_bridge.transformers_cache.store import Store
 def place(
     call: ForwardCall,
     model: PreTrainedModel,
-    known: KnownModel,
     sequences: Sequences,
     lease: Lease,
+    compare: Callable[[], None],
 ) -> tuple[np.ndarray, int, int]:
     """Appends a forward's columns to the rows; opens the rows if there are none.
+
+    Args:
+        call: the forward.
+        model: the model.
+        sequences: the rows.
+        lease: a write lease of the pool.
+        compare: compares the model with its last state, or begins to. It is called before the prefix index is read,
+            and after all that is read from the device, since that would wait for the checksum of the weights.
 
     Returns:
         `(real, left_out, reused)`: which of the computed columns hold tokens, bool [rows, queries]; the number of
@@ -27,9 +37,6 @@ def place(
         ValueError: the number of rows differs from the cache's, or the mask does not fit.
         OutOfPages: the pool is too small (`OutOfStates` for states).
     """
-    if not sequences.rows or call.shape[1] > 1:
-        # One token after others is a decode step; the model is assumed unchanged since the step before.
-        notice_changes(model, known, sequences.store)
     left_out = 0
     if sequences.rows:
         if call.shape[0] != len(sequences.rows):
@@ -37,32 +44,39 @@ def place(
                 f"the cache holds {len(sequences.rows)} rows, this forward has {call.shape[0]}; reset() it first"
             )
         real = call.real_columns(sequences.real, has_pages=sequences.has_pages)
+        if call.shape[1] > 1:
+            # One token after others is a decode step; the model is assumed unchanged since the step before.
+            compare()
     else:
         everything = call.real_columns(np.zeros((call.shape[0], 0), bool))
-        left_out = _begin_rows(call, model, sequences, everything)
+        texts = _texts(call, model, sequences, everything)
+        compare()
+        left_out = sequences.open_rows(texts, everything, call.can_leave_out(model.config))
         real = everything[:, left_out:]
     reused = int(sequences.real[:, :left_out].sum())
     sequences.grow(real, lease)
     return real, left_out, reused
 
 
-def notice_changes(model: PreTrainedModel, known: KnownModel, store: Store) -> None:
-    """Clears the prefix index if the model's fingerprint has changed.
+def begin_comparison(model: PreTrainedModel, known: KnownModel, store: Store) -> Callable[[], bool]:
+    """Queues the checksums of the model; returns a function that waits for them and compares all of the model.
 
-    Rows that began before the change publish no more pages.
+    The function clears the prefix index if the model has changed, and returns whether it has. Rows that began before it
+    was called then publish no more pages.
     """
-    if not store.index.why_never and not turns_with_length(model):
-        store.notice(known.fingerprint())
+    if store.index.why_never or turns_with_length(model):
+        return lambda: False
+    finish = known.begin_fingerprint()
+    return lambda: store.notice(finish())
 
 
-def _begin_rows(
+def _texts(
     call: ForwardCall, model: PreTrainedModel, sequences: Sequences, real: np.ndarray
-) -> int:
-    """Opens the rows of a new batch and returns how many leading columns the prefix index holds."""
+) -> list[list[int] | None]:
+    """Returns the token ids of each row of a new batch; `None` where they do not determine the keys."""
     ids = None if turns_with_length(model) else call.ids
-    texts: list[list[int] | None] = [None] * len(real)
-    if ids is not None:
-        usual = sequences.are_texts(real, call.positions, 0, real.shape[1])
-        lines = zip(ids.to("cpu").numpy(), real, usual, strict=True)
-        texts = [line[shown].tolist() if fits else None for line, shown, fits in lines]
-    return sequences.open_rows(texts, real, call.can_leave_out(model.config))
+    if ids is None:
+        return [None] * len(real)
+    usual = sequences.are_texts(real, call.positions, 0, real.shape[1])
+    lines = zip(ids.to("cpu").numpy(), real, usual, strict=True)
+    return [line[shown].tolist() if fits else None for line, shown, fits in lines]

@@ -77,11 +77,13 @@ class Store:
         """Returns a new sequence id."""
         return next(self._numbers)
 
-    def notice(self, fingerprint: Fingerprint) -> None:
-        """Clears the prefix index if the model's fingerprint differs from the last one."""
-        if self._fingerprint is not None and fingerprint != self._fingerprint:
+    def notice(self, fingerprint: Fingerprint) -> bool:
+        """Clears the prefix index if the model's fingerprint differs from the last one; returns whether it does."""
+        differs = self._fingerprint is not None and fingerprint != self._fingerprint
+        if differs:
             self.index.clear()
         self._fingerprint, self.autocast = fingerprint, autocast()
+        return differs
 
     def borrow(self) -> Lease:
         """Returns a write lease for one forward; pass it to `give_back`, or abandon it."""

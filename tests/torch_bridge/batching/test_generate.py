@@ -33,6 +33,7 @@ from tests.torch_bridge.tiny import (
 )
 from torch_bridge import JaxkvCache
 from torch_bridge.batching.sampler import Sampler
+from torch_bridge.transformers_cache.fingerprint import KnownModel
 
 pytestmark = pytest.mark.torch
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
@@ -98,6 +99,34 @@ def test_a_prompt_that_began_alike_is_computed_from_where_it_differs(llama, cach
     greedy(llama[0], ids, torch.ones_like(ids), 2, past_key_values=cache)
     assert cache.stats().tokens_reused == before + 32
     cache.reset()
+
+
+def test_a_changed_model_reuses_no_page_and_is_compared_behind_its_first_forward(monkeypatch):
+    pair = paged(num_hidden_layers=1)
+    shared = JaxkvCache(pair[0], max_tokens=256)
+    given = texts(40, 40, 21, seed=6)
+    run(pair, shared, given[:1])
+    for model in pair:
+        model.model.layers[0].self_attn.k_proj.weight.data.neg_()
+    seen = []
+    begin = KnownModel.begin_fingerprint
+
+    def begun(known):
+        finish = begin(known)
+        return lambda: seen.append("compared") or finish()
+
+    monkeypatch.setattr(KnownModel, "begin_fingerprint", begun)
+    pair[0].register_forward_hook(lambda *call: seen.append("forward"))
+    sampling = [GREEDY, SamplingParams(temperature=0.8, seed=7, max_tokens=9), GREEDY]
+    out = run(pair, shared, given, sampling, max_sequences=2)
+    assert seen[:3] == ["forward", "compared", "forward"]
+    assert seen.count("compared") == 1
+    assert [one.usage.cached_tokens for one in out] == [0, 0, 0]
+    assert tokens(out) == tokens(run(pair, JaxkvCache(pair[0], max_tokens=256), given, sampling))
+    assert tokens(out)[0] == stock(pair[1], given[0], 9)
+    again = run(pair, shared, given, sampling)
+    assert [one.usage.cached_tokens for one in again] == [32, 32, 16]
+    assert tokens(again) == tokens(out)
 
 
 def test_the_last_token_of_prompts_that_are_found_whole_is_written_to_copies_of_their_page(llama):

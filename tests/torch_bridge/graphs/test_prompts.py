@@ -1,15 +1,18 @@
 """Replayed prompts: the tokens of Transformers for any number of new tokens and rows, and which are not replayed."""
 
+import functools
+
 import pytest
 import torch
 
 import torch_bridge
 from jaxkv import SamplingParams
-from tests.torch_bridge.graphs.frozen import FrozenRecorder
+from tests.torch_bridge.graphs.frozen import Frozen, FrozenRecorder
 from tests.torch_bridge.tiny import check, greedy, prompts, tiny_model
 from torch_bridge import JaxkvCache
 from torch_bridge.graphs import step_graphs
 from torch_bridge.transformers_cache import cache as cache_module
+from torch_bridge.transformers_cache.fingerprint import KnownModel
 
 pytestmark = pytest.mark.torch
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -142,6 +145,150 @@ def test_a_changed_model_is_recorded_again_at_the_next_prompt(cache_of):
     hook.remove()
     assert follows() == 4
     assert cache.stats().prompts_replayed == 5
+
+
+class Scaled(torch.nn.Module):
+    """A layer whose output is scaled by a number inside a dict."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.factors = base, {"one": 1.0}
+
+    def forward(self, x):
+        return self.factors["one"] * self.base(x)
+
+
+def flip(model):
+    model.model.layers[0].self_attn.k_proj.weight.data.neg_()
+
+
+CHANGES = {
+    "weight": flip,
+    "attribute": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "config": lambda model: setattr(model.config, "attention_dropout", 0.5),
+    "container": lambda model: model.model.layers[0].mlp.down_proj.factors.update(one=-2.0),
+    "module": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
+}
+
+
+def test_a_second_turn_after_a_change_is_computed_from_its_first_token(cache_of):
+    model = shallow()
+    model.model.layers[0].mlp.down_proj = Scaled(model.model.layers[0].mlp.down_proj)
+    cache = cache_of(model)
+    for name, change in [("none", id), ("none", id), *CHANGES.items()]:
+        ids, mask = prompts(1, 50, seed=len(name))
+        greedy(model, ids[:, :40], mask[:, :40], 1, past_key_values=cache)
+        cache.reset()
+        change(model)
+        model.set_attn_implementation("sdpa")
+        wanted = greedy(model, ids, mask, 3)
+        model.set_attn_implementation("jaxkv")
+        before = cache.stats()
+        assert torch.equal(greedy(model, ids, mask, 3, past_key_values=cache), wanted), name
+        reused = cache.stats().tokens_reused - before.tokens_reused
+        assert reused == (32 if name == "none" else 0), name
+        cache.reset()
+        # What it has computed is kept for the next turn.
+        assert torch.equal(greedy(model, ids, mask, 3, past_key_values=cache), wanted), name
+        assert cache.stats().tokens_reused == before.tokens_reused + reused + 48, name
+        cache.reset(keep_prefix=False)
+        check(cache)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What was begun, replayed and compared, in this order."""
+    seen = []
+    begin, replay = KnownModel.begin_fingerprint, Frozen.replay
+
+    def begun(known):
+        finish = begin(known)
+        seen.append("begun")
+        return lambda: seen.append("compared") or finish()
+
+    def replayed(frozen, pools):
+        if pools:
+            seen.append("replayed")
+        return replay(frozen, pools)
+
+    monkeypatch.setattr(KnownModel, "begin_fingerprint", begun)
+    monkeypatch.setattr(Frozen, "replay", replayed)
+    return seen
+
+
+def run_twice(model, cache, ids, mask):
+    """Has a prompt of this size recorded."""
+    for _ in range(2):
+        greedy(model, ids, mask, 1, past_key_values=cache)
+        cache.reset(keep_prefix=False)
+
+
+def test_a_replay_is_queued_before_the_host_waits_for_the_checksum(cache_of, order):
+    model = shallow()
+    cache = cache_of(model)
+    ids, mask = prompts(1, 30)
+    run_twice(model, cache, ids, mask)
+    order.clear()
+    greedy(model, ids, mask, 1, past_key_values=cache)
+    assert order == ["begun", "replayed", "compared"]
+
+
+def test_a_wrapper_of_the_forward_has_the_model_compared_before_it_runs(cache_of, order):
+    model = shallow()
+    cache = cache_of(model)
+    ids, mask = prompts(1, 40)
+    run_twice(model, cache, ids, mask)
+    greedy(model, ids, mask, 1, past_key_values=cache)
+    cache.reset()
+    plain = model.forward
+    model.forward = functools.wraps(plain)(lambda *args, **kwargs: plain(*args, **kwargs))
+    flip(model)
+    model.set_attn_implementation("sdpa")
+    wanted = greedy(model, ids, mask, 1)
+    model.set_attn_implementation("jaxkv")
+    order.clear()
+    assert torch.equal(greedy(model, ids, mask, 1, past_key_values=cache), wanted)
+    assert order[:2] == ["begun", "compared"]
+    assert cache.stats().tokens_reused == 0
+
+
+def test_what_a_hook_puts_into_the_arguments_stays_where_the_forward_begins_anew(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    ids, mask = prompts(1, 40)
+    positions = torch.arange(40)[None]
+    greedy(model, ids, mask, 1, past_key_values=cache)
+    cache.reset()
+    flip(model)
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"logits_to_keep": 2}), with_kwargs=True
+    )
+    with torch.no_grad():
+        said = model(ids, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits
+        hook.remove()
+        model.set_attn_implementation("sdpa")
+        wanted = model(ids, position_ids=positions, logits_to_keep=2).logits
+    torch.testing.assert_close(said, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_forward_whose_arguments_a_hook_makes_positional_begins_anew_too(cache_of):
+    model = shallow()
+    cache = cache_of(model)
+    ids, mask = prompts(1, 40)
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: (tuple(kwargs.pop(name) for name in names), kwargs),
+        with_kwargs=True,
+    )
+    run_twice(model, cache, ids, mask)
+    greedy(model, ids, mask, 1, past_key_values=cache)
+    assert cache.stats().prompts_replayed == 2
+    cache.reset()
+    flip(model)
+    wanted = greedy(model, ids, mask, 1, past_key_values=JaxkvCache(model, graphs=False))
+    assert torch.equal(greedy(model, ids, mask, 1, past_key_values=cache), wanted)
+    assert cache.stats().tokens_reused == 0
+    check(cache)
 
 
 def test_other_prompts_run_the_ordinary_forward_and_say_why(cache_of, monkeypatch):

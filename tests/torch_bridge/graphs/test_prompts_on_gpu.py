@@ -12,7 +12,7 @@ from torch_bridge import JaxkvCache
 from torch_bridge.graphs.recorded_sum import RecordedSum
 from torch_bridge.graphs.recorder import CudaRecorder
 from torch_bridge.graphs.replay_order import ReplayOrder
-from torch_bridge.transformers_cache.checksum import sum_on_device
+from torch_bridge.transformers_cache.checksum import read_later, sum_on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
 
@@ -127,3 +127,30 @@ def test_a_replayed_checksum_is_that_of_the_same_work_and_follows_the_bits():
     other = [parts[0].clone(), *parts[1:]]
     assert int(summed(other)) == wanted
     assert not summed.is_recorded
+
+
+def test_a_number_that_is_read_later_is_the_one_before_its_memory_was_written_again():
+    number = torch.tensor(1 << 40, device=CUDA)
+    busy = torch.randn(4096, 4096, device=CUDA)
+    for _ in range(20):
+        busy = busy @ busy
+    read = read_later(number)
+    number.zero_()
+    assert read() == 1 << 40
+
+
+def test_a_second_turn_after_a_change_of_weights_is_computed_from_its_first_token():
+    model = model_of()
+    plain, cache = caches(model)
+    for number in range(4):
+        ids, mask = on_gpu(1, 60, seed=number)
+        say(model, ids[:, :40], mask[:, :40], 1, cache)
+        cache.reset()
+        if number == 3:
+            model.model.layers[0].self_attn.k_proj.weight.data.neg_()
+        reused = cache.stats().tokens_reused
+        agree(say(model, ids, mask, 6, cache), say(model, ids, mask, 6, plain))
+        assert cache.stats().tokens_reused == reused + (0 if number == 3 else 32)
+        for one in (plain, cache):
+            one.reset(keep_prefix=False)
+    assert cache.stats().prompts_replayed >= 3

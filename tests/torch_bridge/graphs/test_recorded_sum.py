@@ -39,6 +39,16 @@ def test_other_memory_is_not_summed_by_the_recording_of_the_first(parts):
     assert not summed.is_recorded
 
 
+@pytest.mark.parametrize("turned", [torch.Tensor.t, torch.Tensor.conj])
+def test_the_same_memory_read_in_another_way_is_not_summed_by_the_recording(turned):
+    whole = torch.randn(3, 5, dtype=torch.complex64)
+    summed = RecordedSum(FrozenRecorder(), ReplayOrder(CPU))
+    for _ in range(2):
+        assert int(summed([whole])) == int(sum_on_device([whole]))
+    assert int(summed([turned(whole)])) == int(sum_on_device([turned(whole)]))
+    assert int(sum_on_device([turned(whole)])) != int(sum_on_device([whole]))
+
+
 def test_a_recording_that_fails_costs_no_checksum_and_is_tried_again(parts):
     class Failing(FrozenRecorder):
         def record(self, function, pools):

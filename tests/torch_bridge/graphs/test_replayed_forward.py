@@ -117,11 +117,11 @@ def test_it_does_not_keep_the_model_alive(llama):
 
 
 def test_the_fingerprint_and_the_structure_are_the_same_with_it(llama):
-    before = KnownModel(llama).fingerprint(), KnownModel(llama).structure()
+    before = KnownModel(llama).begin_fingerprint()(), KnownModel(llama).structure()
     undo = install(llama)
-    assert (KnownModel(llama).fingerprint(), KnownModel(llama).structure()) == before
+    assert (KnownModel(llama).begin_fingerprint()(), KnownModel(llama).structure()) == before
     undo()
-    assert (KnownModel(llama).fingerprint(), KnownModel(llama).structure()) == before
+    assert (KnownModel(llama).begin_fingerprint()(), KnownModel(llama).structure()) == before
     llama.forward = lambda *args: None
     changed = KnownModel(llama).structure()
     undo = install(llama)

@@ -199,13 +199,13 @@ def test_a_walk_is_left_out_only_where_it_would_find_the_same(model, change):
     for factor in (1.0, 2.0):
         model.model.norm.register_forward_hook(lambda *call, factor=factor: call[-1] * factor)
     known = KnownModel(model)
-    before, where = known.fingerprint(), known.structure()
+    before, where = known.begin_fingerprint()(), known.structure()
     reading = known._latest
-    assert (known.fingerprint(), known.structure()) == (before, where)
+    assert (known.begin_fingerprint()(), known.structure()) == (before, where)
     assert known._latest is reading
     COMPARED[change](model)
     fresh = KnownModel(model)
-    assert known.fingerprint() == fresh.fingerprint() != before
+    assert known.begin_fingerprint()() == fresh.begin_fingerprint()() != before
     assert known.structure() == fresh.structure()
 
 
@@ -266,27 +266,44 @@ def test_keys_of_a_merge_that_was_undone_within_a_row_are_no_prefix(model):
 def test_another_cache_of_the_model_or_a_forward_changes_no_fingerprint(model):
     ids, mask = prompts(1, 40)
     known = KnownModel(model)
-    before = known.fingerprint()
+    before = known.begin_fingerprint()()
     cache = JaxkvCache(model, max_tokens=256)
     greedy(model, ids, mask, 3, past_key_values=cache)
     greedy(model, ids, mask, 3)
-    assert known.fingerprint() == before
+    assert known.begin_fingerprint()() == before
     del cache
-    assert known.fingerprint() == before
+    assert known.begin_fingerprint()() == before
 
 
 def test_tokens_after_the_first_read_no_weights_for_the_fingerprint(model, monkeypatch):
     read = []
-    plain = KnownModel.fingerprint
-    monkeypatch.setattr(KnownModel, "fingerprint", lambda known: read.append(known) or plain(known))
+    plain = KnownModel.begin_fingerprint
+    monkeypatch.setattr(
+        KnownModel, "begin_fingerprint", lambda known: read.append(known) or plain(known)
+    )
     ids, mask = prompts(1, 40)
     cache = JaxkvCache(model, max_tokens=256)
     greedy(model, ids, mask, 20, past_key_values=cache)
     assert len(read) == 1
 
 
+def test_bits_are_those_when_a_fingerprint_begins_and_all_else_when_it_ends():
+    model = tiny_model("llama")
+    known = KnownModel(model)
+    before = known.begin_fingerprint()()
+    finish = known.begin_fingerprint()
+    key_weight(model).data.neg_()
+    assert finish() == before
+    assert known.begin_fingerprint()() != before
+    key_weight(model).data.neg_()
+    for change in (OTHERS["other tensor"], CHANGES["config"], OTHERS["removed"]):
+        finish = known.begin_fingerprint()
+        change(model)
+        assert finish() == KnownModel(model).begin_fingerprint()() != before
+
+
 def test_what_cannot_be_read_is_never_the_same_twice():
     module = torch.nn.Module()
     module.register_buffer("held", torch.zeros(4, device="meta"))
     known = KnownModel(module)
-    assert known.fingerprint() != known.fingerprint()
+    assert known.begin_fingerprint()() != known.begin_fingerprint()()
