@@ -310,11 +310,18 @@ class Decoder:
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
         """Returns float32 logits: the output projection of hidden states, by the embedding table if they are tied."""
+        logits = self.own_logits(params, hidden)
+        if self.shards is None or not self.shards.splits_vocab:
+            return logits
+        return self.shards.all_logits(logits)
+
+    def own_logits(
+        self, params: Params, hidden: Float[Array, "rows hidden_size"]
+    ) -> Float[Array, "rows vocab_part"]:
+        """Returns the logits of the token ids that this device has: of all, unless devices divide them."""
         table = params["embed" if self.config.tie_embeddings else "lm_head"]
         with fixed_order(self.batch_invariant):
             logits = unembed(table, hidden, implementation=self.implementation)
-        if self.shards is not None and self.shards.splits_vocab:
-            logits = self.shards.all_logits(logits)
         logits = scaled(logits, self.config.multipliers.logits)
         return soft_capped(logits, self.config.logit_cap)
 

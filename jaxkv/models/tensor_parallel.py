@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from jaxkv.batch import StepBatch
 from jaxkv.cache.spec import LayerSpec, PagedSpec
@@ -28,6 +28,9 @@ from jaxkv.models.block import ONCE, Split
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.shard_config import shard_config
+from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.sample import Sampled, SamplingState, sample
+from jaxkv.sampling.vocab import Vocab
 from jaxkv.weights.quantised.weight_forms import has_few_bits
 
 AXIS = "tensor"
@@ -238,6 +241,46 @@ class TensorParallel:
             check_vma=False,
         )
         return run(params, hidden)
+
+    def sample(
+        self,
+        params: Params,
+        hidden: Float[Array, "rows hidden_size"],
+        sampling: SamplingBatch,
+        state: SamplingState | None,
+        positions: Int[Array, " rows"],
+    ) -> Sampled:
+        """Samples one token per row as `jaxkv.sampling.sample.sample` does, each device from its part of the logits.
+
+        The logits of all ids are put together only for filters and processors, which need them on one device.
+        """
+        features = sampling.features
+        if features.filters or features.processors or not self._shards.splits_vocab:
+            return sample(self.logits(params, hidden), sampling, state, positions)
+
+        def run(
+            params: Params,
+            hidden: Array,
+            sampling: SamplingBatch,
+            state: SamplingState | None,
+            positions: Array,
+        ) -> Sampled:
+            logits = self.part.own_logits(params, hidden)
+            return sample(logits, sampling, state, positions, Vocab(self.count, self._axis))
+
+        everywhere = PartitionSpec()
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(self._param_specs(params), *(everywhere,) * 4),
+            out_specs=everywhere,
+            check_vma=False,
+        )(params, hidden, sampling, state, positions)
+
+    @property
+    def _shards(self) -> Shards:
+        assert self.part.shards is not None, "a part belongs to shards"
+        return self.part.shards
 
     @property
     def _axis(self) -> str:

@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 # step of 64 rows into about 30 command buffers. Without it, a slice is one copy node for all layers.
 _COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
+# XLA's own kernels over peer memory take one array. Sums and extrema of several, which XLA would combine, go to NCCL.
+_OPTIONS_OF_SEVERAL_DEVICES = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
+
 # Not "cpu": XLA may serialise a CPU program without some of its functions. CPU programs lower fast, and JAX's own cache
 # stores them.
 _STORED_PLATFORMS = ("gpu",)
@@ -59,7 +62,12 @@ def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
         ValueError: the arguments are not typed arrays.
     """
     start = time.perf_counter()
-    options = {**_COMPILER_OPTIONS, **(lowering.compiler_options or {})}
+    several = one_device(argument_types(lowering)) is None
+    options = {
+        **_COMPILER_OPTIONS,
+        **(_OPTIONS_OF_SEVERAL_DEVICES if several else {}),
+        **(lowering.compiler_options or {}),
+    }
     traced = trace(name, lowering)
     file = _file_of(name, lowering, traced, options)
     lowered = None if file is not None and file.exists else traced.lower()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from jaxkv._pytree import pytree
 from jaxkv.config.sampling import LOGPROBS_MODES
 from jaxkv.sampling.batch import SamplingBatch
-from jaxkv.sampling.log_total import log_total
+from jaxkv.sampling.vocab import ALL_IDS, Vocab
 from pallas_kernels import filter_bounds
 
 # The device may flush smaller temperatures to zero, so they count as zero.
@@ -61,6 +61,7 @@ def sample(
     sampling: SamplingBatch,
     state: SamplingState | None,
     positions: Int[Array, " rows"],
+    vocab: Vocab = ALL_IDS,
 ) -> Sampled:
     """Samples one token per row. A row's result depends neither on other rows nor on its position in the batch.
 
@@ -76,17 +77,19 @@ def sample(
         state: the rows' states from `read_choices`; `None` unless the program has penalties or processors.
         positions: position of the token to sample, which is the number of tokens so far. The random numbers depend
             only on the seed and this position.
+        vocab: the ids of the logits, if the devices of a mesh have a part each. Programs with filters or processors
+            need all ids on one device.
     """
     features = sampling.features
-    adjusted = adjust(logits, sampling, state, positions)
-    best = jnp.max(adjusted, axis=1, keepdims=True)
+    adjusted = adjust(logits, sampling, state, positions, vocab)
+    valid = (logits < jnp.inf) & (adjusted < jnp.inf)
+    best, are_numbers = vocab.max_of_valid(adjusted, valid)
     # The maximum is -inf if all tokens are excluded, but it may not show a NaN (XLA for CPUs, jax 0.11.2). Masking a
     # stop id may hide its NaN, so the raw logits are checked.
-    are_numbers = jnp.all((logits < jnp.inf) & (adjusted < jnp.inf), axis=1)
     finite = jnp.isfinite(best[:, 0]) & are_numbers
     score = truncated = adjusted
     if features.draws:
-        noise = gumbel_noise(sampling, positions, logits.shape[1])
+        noise = vocab.own(gumbel_noise(sampling, positions, vocab.parts * logits.shape[1]))
         # The maximum is subtracted first so that the division by a tiny temperature does not overflow.
         truncated = (adjusted - best) / _divisor(sampling)
         drawn = truncated + noise
@@ -95,19 +98,22 @@ def sample(
             truncated = jnp.where(kept, truncated, -jnp.inf)
             drawn = jnp.where(kept, drawn, -jnp.inf)
         score = jnp.where(_is_drawn(sampling), drawn, adjusted)
-    tokens = jnp.where(finite, lax.argmax(score, 1, jnp.int32), 0)
+    chosen = vocab.argmax(score, None if features.draws else best)
+    tokens = jnp.where(finite, chosen, 0)
     if features.logprobs is None:
         return Sampled(tokens=tokens, finite=finite)
     given = sampling["given"][:, 0]
-    tokens = jnp.where(finite & (given < logits.shape[1]), given, tokens)
-    told = _by_mode(logits, truncated, sampling) if features.logprobs_modes else logits
-    return Sampled(tokens=tokens, finite=finite, **_logprobs(told, tokens, features.logprobs))
+    tokens = jnp.where(finite & (given < vocab.parts * logits.shape[1]), given, tokens)
+    told = _by_mode(logits, truncated, sampling, vocab) if features.logprobs_modes else logits
+    told_of = _logprobs(told, tokens, features.logprobs, vocab)
+    return Sampled(tokens=tokens, finite=finite, **told_of)
 
 
 def _by_mode(
     logits: Float32[Array, "rows vocab"],
     truncated: Float32[Array, "rows vocab"],
     sampling: SamplingBatch,
+    vocab: Vocab,
 ) -> Float32[Array, "rows vocab"]:
     """Returns the logits of each row's `logprobs_mode`, up to a constant per row.
 
@@ -115,9 +121,10 @@ def _by_mode(
         logits: the raw logits.
         truncated: those that the rows draw from, divided by the temperature; -inf for tokens that filters drop.
         sampling: the sampling inputs.
+        vocab: the ids of the logits.
     """
     mode = sampling["logprobs_mode"][:, None]
-    scaled = (logits - jnp.max(logits, axis=1, keepdims=True)) / _divisor(sampling)
+    scaled = (logits - vocab.max(logits)) / _divisor(sampling)
     told = jnp.where(mode == LOGPROBS_MODES.index("temperature"), scaled, logits)
     return jnp.where(mode == LOGPROBS_MODES.index("truncated"), truncated, told)
 
@@ -127,6 +134,7 @@ def adjust(
     sampling: SamplingBatch,
     state: SamplingState | None,
     positions: Int[Array, " rows"],
+    vocab: Vocab = ALL_IDS,
 ) -> Float32[Array, "rows vocab"]:
     """Applies penalties, biases and processors, and masks stop ids and the tokens that a grammar forbids.
 
@@ -144,9 +152,9 @@ def adjust(
         )
     if sampling.features.penalties:
         assert state is not None
-        logits = _penalise(logits, sampling, state)
+        logits = _penalise(logits, sampling, state, vocab)
         if state.bias_ids is not None:
-            bias = logits.at[_rows(logits), state.bias_ids]
+            bias = logits.at[_rows(logits), vocab.columns(state.bias_ids, logits.shape[1])]
             logits = bias.add(state.bias_values, mode="drop")
     if sampling.features.processors:
         assert state is not None
@@ -156,11 +164,13 @@ def adjust(
             logits, state.token_history, positions, state.processor_words
         )
     if sampling.features.grammar:
-        logits = jnp.where(_unmasked(sampling["token_mask"], logits.shape[1]), logits, -jnp.inf)
+        allowed_ids = _unmasked(sampling["token_mask"], vocab.parts * logits.shape[1])
+        logits = jnp.where(vocab.own(allowed_ids), logits, -jnp.inf)
     if sampling.features.min_tokens:
         # Rows that may stop get ids out of range, which are dropped.
         blocks = sampling["block_stop"][:, None] > 0
-        blocked = jnp.where(blocks, sampling["stop_ids"], logits.shape[1])
+        blocked = jnp.where(blocks, sampling["stop_ids"], vocab.parts * logits.shape[1])
+        blocked = vocab.columns(blocked, logits.shape[1])
         logits = logits.at[_rows(logits), blocked].set(-jnp.inf, mode="drop")
     return logits
 
@@ -172,11 +182,14 @@ def _unmasked(mask: Int[Array, "rows words"], vocab_size: int) -> Bool[Array, "r
 
 
 def _penalise(
-    logits: Float32[Array, "rows vocab"], sampling: SamplingBatch, state: SamplingState
+    logits: Float32[Array, "rows vocab"],
+    sampling: SamplingBatch,
+    state: SamplingState,
+    vocab: Vocab,
 ) -> Float32[Array, "rows vocab"]:
-    counts, prompt_seen = state.output_counts, state.prompt_seen
-    assert counts is not None
-    assert prompt_seen is not None
+    assert state.output_counts is not None
+    assert state.prompt_seen is not None
+    counts, prompt_seen = vocab.own(state.output_counts), vocab.own(state.prompt_seen)
     repetition = sampling["repetition"][:, None]
     seen = (counts > 0) | (prompt_seen > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -226,11 +239,11 @@ def gumbel_noise(
 
 
 def _logprobs(
-    logits: Float32[Array, "rows vocab"], tokens: Int[Array, " rows"], top: int
+    logits: Float32[Array, "rows vocab"], tokens: Int[Array, " rows"], top: int, vocab: Vocab
 ) -> dict[str, Array]:
-    total = log_total(logits)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    values, ids = lax.top_k(logits, top)
+    total = vocab.log_total(logits)
+    chosen = vocab.take(logits, tokens)
+    values, ids = vocab.top(logits, top)
     return {"logprob": (chosen - total)[:, 0], "top_ids": ids, "top_logprobs": values - total}
 
 

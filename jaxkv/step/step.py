@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv.batch import StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
-from jaxkv.sampling.sample import Sampled, read_choices, sample, write_choices
+from jaxkv.sampling.sample import Sampled, read_choices, write_choices
 from jaxkv.step.outputs import recall_outputs
-from pallas_kernels.fixed_order import fixed_order
+from jaxkv.step.sample_next import sample_next
 
 
 def last_hidden(
@@ -60,9 +60,7 @@ def step(model: Model, params: Params, cache: Cache, batch: StepBatch) -> tuple[
     if "hidden" in choices:
         outputs, last = recall_outputs(choices["hidden"], hidden, last, batch)
         choices = choices | {"hidden": outputs}
-    logits = model.logits(params, last)
     state = read_choices(choices, batch.sampling)
-    with fixed_order(model.batch_invariant):
-        sampled = sample(logits, batch.sampling, state, batch.seq_lens)
+    sampled = sample_next(model, params, last, batch.sampling, state, batch.seq_lens)
     choices = write_choices(choices, batch.sampling, sampled.tokens, batch.seq_lens)
     return cache.with_layer(model.num_layers, choices), sampled

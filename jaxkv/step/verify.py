@@ -16,10 +16,10 @@ from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.fields import NO_TOKEN
-from jaxkv.sampling.sample import Sampled, SamplingState, read_choices, sample, write_choices
+from jaxkv.sampling.sample import Sampled, SamplingState, read_choices, write_choices
 from jaxkv.step.loop import NOWHERE
+from jaxkv.step.sample_next import sample_next
 from jaxkv.step.step import resolve_carry
-from pallas_kernels.fixed_order import fixed_order
 
 
 @pytree
@@ -71,11 +71,10 @@ def verify_step(
     drafted = jnp.where(columns[:, :most] < drafts[:, None], drafted, NO_TOKEN)
     first = batch.seq_lens - drafts
     positions = first[:, None] + columns
-    logits = model.logits(params, hidden[places.reshape(-1)])
+    hidden = hidden[places.reshape(-1)]
     sampling = _for_each_position(batch.sampling, width)
     state = _with_drafts(read_choices(choices, sampling), drafted, first)
-    with fixed_order(model.batch_invariant):
-        sampled = sample(logits, sampling, state, positions.reshape(-1))
+    sampled = sample_next(model, params, hidden, sampling, state, positions.reshape(-1))
     sampled = jax.tree.map(
         lambda values: jnp.moveaxis(values.reshape(rows, width, *values.shape[1:]), 1, 0), sampled
     )

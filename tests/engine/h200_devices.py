@@ -1,5 +1,7 @@
 """Steps of a model that several H200s compute together, which h200_programs.py compiles for described ones."""
 
+from dataclasses import replace
+
 from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, sequence_runner
 
 DEVICES = (2, 8)
@@ -12,9 +14,9 @@ def lowerings():
     from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
 
-    drawn = Features(draws=True, filters=True, penalties=True, logprobs=5)
+    drawn = Features(draws=True, penalties=True, logprobs=5)
+    filtered = replace(drawn, filters=True)
     step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
-    choosing = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), features=drawn, decode=True)
     prompts = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     several = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True, steps=4)
     experts = {
@@ -36,7 +38,8 @@ def lowerings():
         "decode_2": (2, step, {}),
         # Four heads of keys and values for eight devices.
         "decode_8": (8, step, {}),
-        "decode_drawn_2": (2, choosing, {}),
+        "decode_drawn_2": (2, replace(step, features=drawn), {}),
+        "decode_filtered_2": (2, replace(step, features=filtered), {}),
         "prefill_2": (2, prompts, {}),
         "multi_step_2": (2, several, {}),
         "experts_decode_2": (2, both, experts),

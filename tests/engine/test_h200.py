@@ -50,16 +50,25 @@ MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_
 DIVIDED = "devices_decode_2"
 MORE_DIVIDED = (
     "devices_decode_8",
-    "devices_decode_drawn_2",
+    *("devices_decode_drawn_2", "devices_decode_filtered_2"),
     "devices_prefill_2",
     "devices_multi_step_2",
     "devices_experts_decode_2",
 )
+# Exchanges of the sampler. A greedy one needs the largest logit and its id; a draw another maximum; log-probabilities
+# the chosen logit, the largest ones and their ids, and two for the sum of exponentials. Filters need all logits.
+SAMPLED_BY = {"devices_decode_drawn_2": 2 + 1 + 1 + 2 + 2, "devices_decode_filtered_2": 1}
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
-SLOW = (
-    *(MANY_ROWS, *CHOOSING, *PROCESSED, ADAPTED, "generate", ODD, LATE, SOLVING),
-    *(*MORE_HYBRID, *LATENT, *MORE_WINDOWS, INVARIANT, *VERIFY, *MORE_DIVIDED),
+SLOW_BATCHES = (
+    (MANY_ROWS, *CHOOSING, *PROCESSED, ADAPTED, "generate"),
+    (ODD, LATE, INVARIANT, *VERIFY, *MORE_WINDOWS),
+    (*MORE_HYBRID, SOLVING),
+    LATENT,
+    MORE_DIVIDED,
 )
+"""Slow programs that one process compiles."""
+
+SLOW = tuple(name for batch in SLOW_BATCHES for name in batch)
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
     *HYBRID,
@@ -112,14 +121,14 @@ def found():
 def report(found, request):
     """Returns the facts about a program by its name.
 
-    All fast ones are compiled together, which takes a minute, and all slow ones, which takes four.
+    All fast ones are compiled together, and the slow ones in batches, each in a minute or less if nothing runs beside.
     """
 
     def of(name):
         if name not in found:
-            is_slow = name in SLOW
-            assert not is_slow or request.node.get_closest_marker("slow"), "mark this test as slow"
-            found.update(compiled(SLOW if is_slow else FAST))
+            slow = next((batch for batch in SLOW_BATCHES if name in batch), None)
+            assert not slow or request.node.get_closest_marker("slow"), "mark this test as slow"
+            found.update(compiled(slow or FAST))
         return found[name]
 
     return of
@@ -185,10 +194,11 @@ def test_a_step_of_a_llama_calls_no_library(report, name):
 
 @each(DIVIDED, *MORE_DIVIDED)
 def test_several_devices_exchange_one_sum_per_block_by_a_kernel_over_peer_memory(report, name):
-    """One for the embeddings, two for each of two layers, one for the logits; none is left to NCCL."""
+    """One for the embeddings and two for each of two layers, then those of the sampler; none is left to NCCL."""
     found = report(name)
-    assert found["collectives"] == ["all-reduce"] * (2 * 2 + 2)
-    assert found["outside"].count("kCollectiveKernel") == 2 * 2 + 2
+    exchanged = 1 + 2 * 2 + SAMPLED_BY.get(name, 2)
+    assert found["collectives"] == ["all-reduce"] * exchanged
+    assert found["outside"].count("kCollectiveKernel") == exchanged
     assert not [kind for kind in found["outside"] if "All" in kind or "Nccl" in kind]
     assert "mosaic_gpu_v2" in found["custom_calls"]
 
