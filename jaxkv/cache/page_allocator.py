@@ -25,14 +25,12 @@ class Reservation:
     """The result of one `PageAllocator.reserve`.
 
     Attributes:
-        new_pages: group name -> ids of the pages taken, targets of copies included.
         new_states: group name -> id of the state taken, where one was. An in-place state still holds its last owner's
             values unless it is the target of a copy.
         copies: copies to make on the device, in this order, before the step that writes. If they are not made, the
             sequence must be released.
     """
 
-    new_pages: Mapping[str, list[int]]
     new_states: Mapping[str, int]
     copies: tuple[PageCopy, ...]
 
@@ -204,7 +202,6 @@ class PageAllocator:
         taken = self._take(seq, counts)
         copies = held.place(num_tokens, whole, taken)
         return Reservation(
-            {name: ids for name, ids in taken.items() if name in held.pages},
             {name: ids[0] for name, ids in taken.items() if name in held.states and ids},
             tuple(copies),
         )

@@ -133,7 +133,6 @@ class ModelConfig:
         activation: name of the feed-forward's activation.
         tie_embeddings: whether the output head is the embedding table.
         eos_ids: token ids that end a sequence.
-        bos_id: id of the first token of a text; `None` if there is none.
         assumed_eos: no file of the model names `eos_ids`, and they are Transformers' for the family. Those of the
             tokenizer come before them. Configs that differ here alone are equal.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
@@ -205,7 +204,6 @@ class ModelConfig:
     mtp_layers: int = 0
     multipliers: Multipliers = Multipliers()
     eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
     assumed_eos: bool = field(default=False, compare=False)
     dtype: str = "float32"
 

@@ -45,14 +45,10 @@ class OomBackoff:
         self._counts: Counter[StepSpec] = Counter()
         # Of these failures, those that left the cache intact.
         self._harmless: Counter[StepSpec] = Counter()
+        # Shapes that are not run any more because they ran out of memory.
         self._too_large: list[StepSpec] = []
         # Shape of the last step that ran out of memory; `None` once a later step was read.
         self._last_failed: StepSpec | None = None
-
-    @property
-    def too_large(self) -> tuple[StepSpec, ...]:
-        """Shapes that are not run any more because they ran out of memory."""
-        return tuple(self._too_large)
 
     def note_failure(self, shape: StepSpec, error: Exception, *, lost: bool) -> bool:
         """Records a failed step; returns False if the error is neither out-of-memory nor a refused program.

@@ -30,7 +30,6 @@ class AuditReport:
         backend: "cpu" or "gpu".
         cache_bytes: bytes of the cache on each device, as all bytes here.
         alias_bytes: bytes that outputs share with donated inputs.
-        argument_bytes: bytes of all inputs.
         temp_bytes: bytes of temporary memory.
         copies: all copies of pools, allowed or not; `PoolCopy.pool` is the index among the cache's arrays.
         problems: reasons to refuse the program; empty if there are none.
@@ -39,7 +38,6 @@ class AuditReport:
     backend: str
     cache_bytes: int
     alias_bytes: int
-    argument_bytes: int
     temp_bytes: int
     copies: tuple[PoolCopy, ...]
     problems: tuple[str, ...]
@@ -104,7 +102,6 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
         backend=backend,
         cache_bytes=sum(pools.num_bytes),
         alias_bytes=memory.alias_size_in_bytes,
-        argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         copies=copies,
         problems=tuple(problems),

@@ -52,11 +52,6 @@ def argument_types(lowering: Lowering) -> tuple[Any, ...]:
     )
 
 
-def lower(name: str, lowering: Lowering) -> jax.stages.Lowered:
-    """Traces and lowers one program; see `trace`."""
-    return trace(name, lowering).lower()
-
-
 def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
     """Traces one program from the types of its arguments; the trace is the same in every process.
 

@@ -52,11 +52,6 @@ class EngineProcess:
                 raise
         self.client = EngineClient(ours)
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     async def end(self, seconds: float = 15.0) -> int:
         """Closes the connection, which ends the process; kills it if it is still there after `seconds`.
 

@@ -63,14 +63,13 @@ class Tokenizer:
 
     Attributes:
         eos_ids: ids that end a sequence.
-        bos_id: id that begins a text; `None` if there is none.
         num_ids: upper bound of all ids, exclusive. Ids that only the model's logits have stand for no text.
         chat_template: the model's chat template; `None` if there is none.
         special_tokens: name -> text of special tokens, such as "bos_token" -> "<s>".
 
     Args:
         library: the tokenizer of the `tokenizers` library.
-        eos_ids, bos_id, chat_template, special_tokens: see above.
+        eos_ids, chat_template, special_tokens: see above.
         model_vocab_size: number of the model's logits.
         bounds: bounds on lengths, by which too long texts are rejected; `None` rejects none.
     """
@@ -80,7 +79,6 @@ class Tokenizer:
         library: tokenizers.Tokenizer,
         *,
         eos_ids: tuple[int, ...] = (),
-        bos_id: int | None = None,
         model_vocab_size: int = 0,
         chat_template: ChatTemplate | None = None,
         special_tokens: Mapping[str, str] | None = None,
@@ -89,7 +87,6 @@ class Tokenizer:
         self._library = library
         self._bounds = bounds
         self.eos_ids = eos_ids
-        self.bos_id = bos_id
         self.num_ids = max(model_vocab_size, 1 + max(library.get_vocab().values(), default=-1))
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
@@ -255,16 +252,15 @@ def _load(folder: Path, text: str, where: str, settings: Mapping[str, object]) -
     library, bounds = _read_library(text, where, special, vocab_size)
     library.encode_special_tokens = settings.get("split_special_tokens") is True
     sources = ((folder / "generation_config.json", generation), (folder / "config.json", config))
+    # Those of "bos" are only checked: the post-processor has the id that it adds.
     ids = {
         kind: next((found for path, values in sources if (found := _ids(values, kind, path))), ())
-        or _id_of(library, special.named.get(f"{kind}_token"))
         for kind in ("eos", "bos")
     }
     templates = read_templates(folder, settings)
     return Tokenizer(
         library,
-        eos_ids=ids["eos"],
-        bos_id=ids["bos"][0] if ids["bos"] else None,
+        eos_ids=ids["eos"] or _id_of(library, special.named.get("eos_token")),
         model_vocab_size=vocab_size,
         chat_template=ChatTemplate(templates, special.named) if templates else None,
         special_tokens=special.named,

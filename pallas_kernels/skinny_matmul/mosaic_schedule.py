@@ -270,10 +270,6 @@ class Schedule:
         received = 4 * self.cluster * height * window if self.cluster > 1 else 0
         return slots + received + sums + OTHER_BYTES
 
-    def resident(self, geometry: Geometry) -> int:
-        """Returns the number of resident blocks per SM that shared memory allows."""
-        return SHARED_BYTES // (self.shared_bytes(geometry) + RESERVED_BYTES_PER_BLOCK)
-
 
 def shape_class(geometry: Geometry) -> str:
     """Returns the shape class, the key of tuned schedules."""

@@ -46,6 +46,17 @@ def slots_of(allocator, group, seq, start, stop) -> list[int]:
     return [pages[at // size] * size + at % size for at in range(start, stop)]
 
 
+def reserve(allocator, seq, num_tokens, **options):
+    """Reserves; returns the reservation, and group name -> the pages that it took, targets of copies included."""
+    before = {name: allocator.pages(seq, name) for name in allocator.held(seq).unneeded}
+    reservation = allocator.reserve(seq, num_tokens, **options)
+    taken = {}
+    for name, old in before.items():
+        table = allocator.pages(seq, name)
+        taken[name] = [page for at, page in enumerate(table) if page not in old[at : at + 1]]
+    return reservation, taken
+
+
 def counts_of(layout: CacheLayout, count: int) -> dict[str, int]:
     """The same number of pages or states for every group."""
     return {group.name: count for group in layout.groups}

@@ -7,7 +7,7 @@ from jaxkv.cache.sequence_pages import State
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place, sampling
 from jaxkv.errors import OutOfPages, OutOfStates
-from tests.cache.layouts import HALF, MAMBA2, hybrid
+from tests.cache.layouts import HALF, MAMBA2, hybrid, reserve
 
 COUNTS = {"gqa": 6, "odd": 12, "mamba2": 5, "sampling": 5}
 
@@ -31,8 +31,8 @@ def allocator():
 
 def test_reserve_gives_pages_and_states_in_every_group(allocator):
     allocator.open(7)
-    reservation = allocator.reserve(7, 5)
-    assert reservation.new_pages == {"gqa": [0, 1], "odd": [0, 1, 2]}
+    reservation, taken = reserve(allocator, 7, 5)
+    assert taken == {"gqa": [0, 1], "odd": [0, 1, 2]}
     assert reservation.new_states == {"mamba2": 1, "sampling": 1}
     assert reservation.copies == ()
     assert allocator.pages(7, "odd") == (0, 1, 2)
@@ -42,9 +42,9 @@ def test_reserve_gives_pages_and_states_in_every_group(allocator):
 def test_a_second_reserve_takes_only_what_is_missing(allocator):
     allocator.open(7)
     allocator.reserve(7, 5)
-    assert not any(allocator.reserve(7, 5).new_pages.values())
-    again = allocator.reserve(7, 9)
-    assert again.new_pages == {"gqa": [2], "odd": [3, 4]}
+    assert not any(reserve(allocator, 7, 5)[1].values())
+    again, taken = reserve(allocator, 7, 9)
+    assert taken == {"gqa": [2], "odd": [3, 4]}
     assert again.new_states == {}
     allocator.reserve(7, 3)
     allocator.commit(7, 9)
@@ -199,9 +199,9 @@ def test_the_first_writer_of_a_shared_page_gets_a_copy_and_the_last_keeps_it(all
     assert child.copies == (PageCopy("gqa", 1, 2), PageCopy("sampling", 1, 2))
     assert allocator.pages(2, "gqa") == (0, 2)
     assert allocator.pages(2, "odd") == (0, 1, 2, 3)
-    parent = allocator.reserve(1, 7)
+    parent, taken = reserve(allocator, 1, 7)
     assert parent.copies == ()
-    assert parent.new_pages == {"gqa": [], "odd": [4]}
+    assert taken == {"gqa": [], "odd": [4]}
     assert allocator.pages(1, "gqa") == (0, 1)
 
 
@@ -214,7 +214,7 @@ def test_a_fork_at_a_page_boundary_copies_no_page(allocator):
 def test_nothing_to_write_copies_no_page(allocator):
     computed(allocator, 1, 6)
     allocator.fork(1, 2)
-    assert allocator.reserve(2, 6).new_pages == {"gqa": [], "odd": []}
+    assert reserve(allocator, 2, 6)[1] == {"gqa": [], "odd": []}
 
 
 def test_forked_recurrent_states_are_read_together_and_written_apart(allocator):

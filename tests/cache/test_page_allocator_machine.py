@@ -15,7 +15,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place, window
 from jaxkv.errors import OutOfPages, OutOfStates
-from tests.cache.layouts import HALF, hybrid, slots_of
+from tests.cache.layouts import HALF, hybrid, reserve, slots_of
 
 ZERO = ()
 
@@ -43,13 +43,13 @@ class PageAllocatorMachine(RuleBasedStateMachine):
         """Reserves and makes the copies, or returns False with nothing changed."""
         before = self.free()
         try:
-            reservation = self.allocator.reserve(seq, num_tokens)
+            reservation, taken = reserve(self.allocator, seq, num_tokens)
         except (OutOfPages, OutOfStates):
             assert self.free() == before
             return False
         for name, state in reservation.new_states.items():
             self.states[name][state] = ZERO if name == "sampling" else "junk of an earlier owner"
-        for name, pages in reservation.new_pages.items():
+        for name, pages in taken.items():
             size = self.layout.group(name).page_size
             for page in pages:
                 for slot in range(page * size, page * size + size):

@@ -19,7 +19,7 @@ from jaxkv.cache.spec import (
     group_layers,
 )
 from jaxkv.cache.variants import gqa, place, sampling, window
-from tests.cache.layouts import HALF, MAMBA2, counts_of, every_variant, hybrid
+from tests.cache.layouts import HALF, MAMBA2, counts_of, every_variant, hybrid, reserve
 
 
 def layer_specs_of(layout):
@@ -171,7 +171,7 @@ def test_a_variant_that_a_test_invents_needs_no_change_elsewhere():
     budget = plan_budget(layout, 5000, max_sequences=2, max_tokens=8)
     allocator = PageAllocator(layout, budget.counts)
     allocator.open(1)
-    assert len(allocator.reserve(1, 5).new_pages["rumour"]) == 2
+    assert len(reserve(allocator, 1, 5)[1]["rumour"]) == 2
     allocator.check()
 
 

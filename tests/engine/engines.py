@@ -197,6 +197,12 @@ def assert_equal(sequences, finished):
                 np.testing.assert_allclose(values, list(want.values()), atol=1e-4)
 
 
+def too_large(caplog):
+    """Returns the shapes that are not run any more, as the log names them."""
+    records = [one for one in caplog.records if one.name == "jaxkv.engine.oom_backoff"]
+    return [one.args[0] for one in records if one.msg.startswith("out of memory again")]
+
+
 def assert_idle(engine):
     """Asserts that only the index holds pages and states, the records agree, and reserved states were not written."""
     owner = engine.runner.owner

@@ -27,6 +27,7 @@ from tests.engine.engines import (
     oracle,
     programs_of,
     request_of,
+    too_large,
 )
 
 SAMPLING = LayerSpec(1, sampling(50, penalties=False, bias_entries=0))
@@ -180,7 +181,7 @@ def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
     assert_idle(engine)
 
 
-def test_a_multi_step_program_without_memory_is_not_sent_again_and_costs_no_token():
+def test_a_multi_step_program_without_memory_is_not_sent_again_and_costs_no_token(caplog):
     """Single steps, which need less, go on."""
     engine = engine_for(steps_per_launch=4)
     sent, step = watch(engine), engine.sequence_runner.step
@@ -195,11 +196,11 @@ def test_a_multi_step_program_without_memory_is_not_sent_again_and_costs_no_toke
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
     assert sent.count(4) == 2
-    assert engine.oom_backoff.too_large[0].steps == 4
+    assert too_large(caplog)[0].steps == 4
     assert_idle(engine)
 
 
-def test_a_multi_step_program_that_fails_is_sent_step_by_step_and_costs_no_request():
+def test_a_multi_step_program_that_fails_is_sent_step_by_step_and_costs_no_request(caplog):
     """A program of several steps that cannot run fails none of its requests."""
     engine = engine_for(steps_per_launch=4)
     sent, step = watch(engine), engine.sequence_runner.step
@@ -214,7 +215,7 @@ def test_a_multi_step_program_that_fails_is_sent_step_by_step_and_costs_no_reque
     engine.run(served := engine.add([request]))
     assert_equal(served, oracle([request]))
     assert sent.count(4) == 1
-    assert engine.oom_backoff.too_large == ()
+    assert too_large(caplog) == []
     assert_idle(engine)
 
 

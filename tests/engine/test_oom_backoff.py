@@ -13,7 +13,14 @@ from jaxkv.engine.step_plan import Part, part_of
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
-from tests.engine.engines import assert_equal, assert_idle, engine_for, programs_of, request_of
+from tests.engine.engines import (
+    assert_equal,
+    assert_idle,
+    engine_for,
+    programs_of,
+    request_of,
+    too_large,
+)
 from tests.engine.oracle import Finished
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
@@ -67,7 +74,7 @@ class Memory:
 @pytest.mark.parametrize("loses", [False, True], ids=["kept", "lost"])
 @pytest.mark.parametrize("most", [(16, 1), (4, 2), (1, 1)], ids=str)
 def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
-    most, loses, wanted, monkeypatch
+    most, loses, wanted, monkeypatch, caplog
 ):
     """The batch gets smaller and the user sees latency only; each shape fails twice at most."""
     engine = engine_for(most_rebuilds=100)
@@ -85,7 +92,7 @@ def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
     assert failed
     assert max(failed.count(shape) for shape in failed) <= 2
     assert engine.recoveries == (len(failed) if loses else 0)
-    assert set(engine.oom_backoff.too_large) <= set(failed)
+    assert set(too_large(caplog)) <= set(failed)
     assert_idle(engine)
 
 
@@ -107,7 +114,7 @@ def test_a_lone_row_is_tried_twice_and_then_fails_with_the_numbers(wanted, monke
     assert_idle(engine)
 
 
-def test_memory_that_is_short_for_a_moment_costs_no_request(wanted, monkeypatch):
+def test_memory_that_is_short_for_a_moment_costs_no_request(wanted, monkeypatch, caplog):
     """What failed once is tried again when a smaller step has run, and stays in use if it runs then."""
     engine = engine_for()
     calls = count()
@@ -115,7 +122,7 @@ def test_memory_that_is_short_for_a_moment_costs_no_request(wanted, monkeypatch)
     sequences = start(engine)
     engine.run(sequences)
     assert_equal(sequences, wanted)
-    assert engine.oom_backoff.too_large == ()
+    assert too_large(caplog) == []
     assert len(memory.tried) > 8
     assert_idle(engine)
 
@@ -261,7 +268,7 @@ def retreat(*, whole=False, refused=()):
 ERROR = jax.errors.JaxRuntimeError(OUT_OF_MEMORY)
 
 
-def test_a_larger_shape_than_one_that_failed_is_avoided_too_and_others_are_not():
+def test_a_larger_shape_than_one_that_failed_is_avoided_too_and_others_are_not(caplog):
     kept = retreat()
     kept.note_failure(shape(16, 2), ERROR, lost=False)
     assert kept.avoids(shape(16, 2))
@@ -273,7 +280,7 @@ def test_a_larger_shape_than_one_that_failed_is_avoided_too_and_others_are_not()
     kept.note_failure(shape(16, 2), ERROR, lost=True)
     kept.note_success(shape(4, 1))
     assert kept.avoids(shape(64, 4))
-    assert kept.too_large == (shape(16, 2),)
+    assert too_large(caplog) == [shape(16, 2)]
 
 
 def test_prompts_are_cut_before_rows_are_left_out():

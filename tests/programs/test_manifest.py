@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs import compile as compilation
-from jaxkv.programs.lowering import lower, trace
+from jaxkv.programs.lowering import trace
 from jaxkv.programs.manifest import Lowering, Programs, compile_count
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
@@ -120,7 +120,7 @@ def test_the_lowered_program_is_the_same_in_every_process():
 
 
 def print_digest():
-    text = lower("decode", Lowering(run, arguments())).as_text()
+    text = trace("decode", Lowering(run, arguments())).lower().as_text()
     print(hashlib.sha256(text.encode()).hexdigest())
 
 

@@ -31,7 +31,7 @@ class Running:
         listener = open_listener("127.0.0.1", 0, has_keys=False)
         self.url = url_of(listener, "127.0.0.1")
         engine = EngineProcess(start, program)
-        self.pid = engine.pid
+        self.pid = engine._process.pid
         self.client = engine.client
         self.service = Service(engine.client, None, "served", limits or Limits())
         self.ready = asyncio.Event()

@@ -137,16 +137,16 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server(tmp_p
         assert "maps" not in stats
         seen = (await client.stats(pages=True))["maps"]
         assert [sum(group["counts"]) for group in seen] == [one["total"] for one in stats["cache"]]
-        os.kill(process.pid, signal.SIGINT)
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process._process.pid, signal.SIGINT)
+        os.kill(process._process.pid, signal.SIGTERM)
         assert (await client.stats())["running"] == 0
         call = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
         await call.arrivals()
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(EngineLost):
             await read_all(call)
         await process.end()
-        assert not alive(process.pid)
+        assert not alive(process._process.pid)
 
     asyncio.run(asyncio.wait_for(test(), 300))
 

@@ -174,6 +174,6 @@ def test_an_engine_that_does_not_end_is_killed():
         engine.client.submit([1], SamplingParams())
         await asyncio.sleep(0)
         await engine.end(0.05)
-        assert not os.path.exists(f"/proc/{engine.pid}")
+        assert not os.path.exists(f"/proc/{engine._process.pid}")
 
     run(test)

@@ -203,7 +203,8 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_read(tmp_path, flags, b
     ours = write(tmp_path, content, tokenizer_config=flags)
     assert ours.encode("ab c") == [*begin, *bpe("▁ab▁c", pieces), *end]
     assert ours.decode(ours.encode("ab é😀\n")) == "ab é😀\n"
-    assert (ours.bos_id, ours.eos_ids) == (1, (2,))
+    assert ours.encode("<s>", add_special=False) == [1]
+    assert ours.eos_ids == (2,)
     assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert ours.is_special(1)
 
@@ -211,7 +212,7 @@ def test_a_directory_with_a_sentencepiece_model_alone_is_read(tmp_path, flags, b
 def test_a_missing_bos_is_not_added(tmp_path):
     content, pieces = model_of(bos=-1)
     ours = write(tmp_path, content)
-    assert ours.bos_id is None
+    assert "bos_token" not in ours.special_tokens
     assert ours.encode("ab") == bpe("▁ab", pieces)
 
 

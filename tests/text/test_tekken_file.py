@@ -84,7 +84,8 @@ def test_special_tokens_come_first_and_are_named(tokenizer):
     assert (
         tokenizer.decode([RESERVED - 1], skip_special_tokens=False) == f"<SPECIAL_{RESERVED - 1}>"
     )
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
+    assert tokenizer.encode("<s>", add_special=False) == [1]
+    assert tokenizer.eos_ids == (2,)
     assert tokenizer.num_ids == RESERVED + len(TOKENS)
 
 

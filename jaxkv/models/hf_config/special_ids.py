@@ -1,7 +1,7 @@
-"""Token ids that begin and end a text: of config.json, or those that Transformers' class fills in for missing keys."""
+"""Token ids that end a text: of config.json, or those that Transformers' class fills in for a missing key."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from jaxkv.models.hf_config.config_json import ConfigJson
 
@@ -10,60 +10,51 @@ class SpecialIds(TypedDict):
     """The fields of `ModelConfig` for these ids."""
 
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     assumed_eos: bool
 
 
-class Defaults(NamedTuple):
-    """What a class has for keys that a file does not have; null in a file stays null."""
+_LLAMA = 2
+_COHERE = 255001
+_GEMMA = 1
+_GLM = (151329, 151336, 151338)
+_OLMO = 50279
+_DEEPSEEK = 1
 
-    bos: int | None
-    eos: int | tuple[int, ...] | None
-
-
-_NONE = Defaults(None, None)
-_LLAMA = Defaults(1, 2)
-_COHERE = Defaults(5, 255001)
-_GEMMA = Defaults(2, 1)
-_GLM = Defaults(None, (151329, 151336, 151338))
-_OLMO = Defaults(None, 50279)
-_DEEPSEEK = Defaults(0, 1)
-
-DEFAULTS: Mapping[str, Defaults] = {
+DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": _NONE,
-    "qwen3": _NONE,
+    "qwen2": None,
+    "qwen3": None,
     "granite": _LLAMA,
-    "phi3": Defaults(1, 32000),
-    "smollm3": Defaults(128000, 128001),
-    "seed_oss": Defaults(0, 2),
+    "phi3": 32000,
+    "smollm3": 128001,
+    "seed_oss": 2,
     "hunyuan_v1_dense": _LLAMA,
     "glm": _GLM,
     "glm4": _GLM,
     "olmo2": _OLMO,
     "olmo3": _OLMO,
-    "exaone4": Defaults(0, 2),
+    "exaone4": 2,
     "cohere": _COHERE,
     "cohere2": _COHERE,
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "gpt_oss": _NONE,
+    "gpt_oss": None,
     "mixtral": _LLAMA,
-    "qwen3_moe": _NONE,
+    "qwen3_moe": None,
     "granitemoe": _LLAMA,
     "granitemoeshared": _LLAMA,
-    "glm4_moe": _NONE,
-    "mamba": Defaults(0, 0),
-    "mamba2": Defaults(0, 2),
+    "glm4_moe": None,
+    "mamba": 0,
+    "mamba2": 2,
     "bamba": _LLAMA,
     "granitemoehybrid": _LLAMA,
     "nemotron_h": _LLAMA,
     "falcon_h1": _LLAMA,
-    "qwen3_next": _NONE,
-    "qwen3_5_text": _NONE,
-    "qwen3_5_moe_text": _NONE,
+    "qwen3_next": None,
+    "qwen3_5_text": None,
+    "qwen3_5_moe_text": None,
     "jamba": _LLAMA,
     "zamba2": _LLAMA,
     "lfm2": _LLAMA,
@@ -74,12 +65,12 @@ DEFAULTS: Mapping[str, Defaults] = {
     "kimi_k2": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
 }
-"""`model_type` -> defaults of its config class, the same in Transformers 4.45 to 5.17. A multimodal model has those of
-its text part."""
+"""`model_type` -> default of its config class for `eos_token_id`, the same in Transformers 4.45 to 5.17. A multimodal
+model has that of its text part."""
 
 
 def take_special_ids(keys: ConfigJson, family: str, vocab_size: int) -> SpecialIds:
-    """Reads `eos_token_id` and `bos_token_id`.
+    """Reads `eos_token_id`, and checks `bos_token_id`, which no program reads.
 
     Args:
         keys: config.json.
@@ -89,9 +80,8 @@ def take_special_ids(keys: ConfigJson, family: str, vocab_size: int) -> SpecialI
     Raises:
         ValueError: a value is no id, list of ids or null.
     """
-    defaults = DEFAULTS[family]
+    keys.take_ids("bos_token_id", vocab_size)
     return {
-        "eos_ids": keys.take_ids("eos_token_id", vocab_size, defaults.eos),
-        "bos_id": next(iter(keys.take_ids("bos_token_id", vocab_size, defaults.bos)), None),
+        "eos_ids": keys.take_ids("eos_token_id", vocab_size, DEFAULTS[family]),
         "assumed_eos": keys.lacks("eos_token_id"),
     }

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxkv.errors import OutOfPages
+from tests.cache.layouts import reserve
 from tests.cache.prefix.scenes import ONE, Cache, full
 from tests.cache.prefix.world import layout_of
 
@@ -69,7 +70,7 @@ def test_reserve_evicts_exactly_what_is_missing():
     cache = Cache(ONE, {"group0": 6})
     cache.compute([1, 2, 3, 4])
     seq, _ = cache.adopt([7, 8, 9])
-    assert cache.allocator.reserve(seq, 3).new_pages == {"group0": [4, 5, 3]}
+    assert reserve(cache.allocator, seq, 3)[1] == {"group0": [4, 5, 3]}
     assert cache.hit([1, 2, 3, 4, 5]) == 3
     assert cache.index.stats.evictions == 1
     cache.check()
@@ -96,7 +97,7 @@ def test_pages_that_a_match_pinned_are_not_counted_as_room():
     assert cache.allocator.num_reclaimable("group0") == 0
     with pytest.raises(OutOfPages):
         cache.allocator.reserve(seq, 7)
-    assert cache.allocator.reserve(seq, 6).new_pages == {"group0": [4, 5]}
+    assert reserve(cache.allocator, seq, 6)[1] == {"group0": [4, 5]}
 
 
 def test_a_sequence_alone_is_never_kept_waiting_by_its_own_hit():

@@ -133,9 +133,9 @@ class HybridWorld(World):
             left[name] = pool.num_free + idle - needed
         return left
 
-    def _after_reserve(self, seq, reservation, before):
+    def _after_reserve(self, seq, reservation, taken, before):
         for group in self.groups:
-            for page in reservation.new_pages[group.name]:
+            for page in taken[group.name]:
                 self.memory[group.name][page] = [None] * group.page_size
         self._copy(reservation.copies)
 

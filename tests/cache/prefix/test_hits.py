@@ -3,6 +3,7 @@
 import pytest
 
 from jaxkv.cache.page_allocator import PageCopy
+from tests.cache.layouts import reserve
 from tests.cache.prefix.scenes import full
 
 
@@ -35,7 +36,7 @@ def test_a_longer_text_finds_the_pages_it_shares_and_takes_only_the_others():
     cache.compute(list(range(10)))
     seq, match = cache.adopt([*range(9), 77, 78])
     assert match.num_tokens == 8
-    assert cache.allocator.reserve(seq, 11).new_pages == {"group0": [3]}
+    assert reserve(cache.allocator, seq, 11)[1] == {"group0": [3]}
     assert cache.allocator.pages(seq, "group0") == (0, 1, 3)
 
 

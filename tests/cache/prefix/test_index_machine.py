@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.cache.layouts import reserve
 from tests.cache.prefix.world import FULL, INSIDE, MIXED, ODD, WINDOW, World, layout_of, run_program
 
 
@@ -79,11 +80,13 @@ class PrefixMachine(RuleBasedStateMachine):
         seq = self.choose(data)
         before = self.world.free(), self.world.all_kept()
         try:
-            reservation = self.world.allocator.reserve(seq, self.world.live[seq].computed + 1)
+            reservation, taken = reserve(
+                self.world.allocator, seq, self.world.live[seq].computed + 1
+            )
         except RuntimeError:
             assert (self.world.free(), self.world.all_kept()) == before
         else:
-            self.world._after_reserve(seq, reservation, before)
+            self.world._after_reserve(seq, reservation, taken, before)
             self.world.check()
             self.world.release(seq)
 

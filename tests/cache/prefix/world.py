@@ -12,7 +12,7 @@ from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.cache.spec import ArraySpec, PagedSpec, group_layers
 from jaxkv.cache.variants import place, sampling
 from jaxkv.errors import OutOfPages, OutOfStates
-from tests.cache.layouts import slots_of
+from tests.cache.layouts import reserve, slots_of
 
 
 def layout_of(*sizes, states=False):
@@ -138,13 +138,13 @@ class World:
         before = self.free(), self.all_kept()
         room = self._room(seq, num_tokens)
         try:
-            reservation = self.allocator.reserve(seq, num_tokens)
+            reservation, taken = reserve(self.allocator, seq, num_tokens)
         except (OutOfPages, OutOfStates):
             assert (self.free(), self.all_kept()) == before, "a failed reserve changed something"
             assert min(room.values()) < 0, f"there was room: {room}"
             return False
         assert min(room.values()) >= 0
-        self._after_reserve(seq, reservation, before)
+        self._after_reserve(seq, reservation, taken, before)
         step, self.next_step = self.next_step, self.next_step + 1
         for group in self.groups:
             start = max(live.computed, self.allocator.held(seq).covered.get(group.name, 0))
@@ -188,17 +188,17 @@ class World:
             one for one in state.owned() if self.allocator.pool("sampling").references(one) == 1
         ]
 
-    def _after_reserve(self, seq, reservation, before):
+    def _after_reserve(self, seq, reservation, taken, before):
         free, kept = before
         for group in self.groups:
             name, now = group.name, self.kept(group.name)
             lost = kept[name].keys() - now.keys()
             assert now.items() <= kept[name].items()
-            short = len(reservation.new_pages[name]) - free[name]
-            freed = self.allocator.num_free(name) + len(reservation.new_pages[name]) - free[name]
+            short = len(taken[name]) - free[name]
+            freed = self.allocator.num_free(name) + len(taken[name]) - free[name]
             if lost:
                 assert freed == max(0, short), "more pages were evicted than were missing"
-            for page in reservation.new_pages[name]:
+            for page in taken[name]:
                 self.memory[name][page] = [None] * group.page_size
         for copy in reservation.copies:
             if copy.group in self.memory:

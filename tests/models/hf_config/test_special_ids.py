@@ -1,4 +1,4 @@
-"""Ids that begin and end a text, of files that name none: those of Transformers' config classes."""
+"""Ids that end a text, of files that name none: those of Transformers' config classes."""
 
 import json
 
@@ -37,25 +37,25 @@ def test_the_defaults_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize(
-    ("file", "eos", "bos"),
+    ("file", "eos"),
     [
-        (OLMO_2, (50279,), None),
-        (GEMMA_3, (1,), 2),
-        (MISTRAL_3, (2,), 1),
-        (V3, (1,), 0),
-        (MAMBA2 | {"vocab_size": 2}, (), 0),
-        (NEMOTRON, (2,), 1),
+        (OLMO_2, (50279,)),
+        (GEMMA_3, (1,)),
+        (MISTRAL_3, (2,)),
+        (V3, (1,)),
+        (MAMBA2 | {"vocab_size": 2}, ()),
+        (NEMOTRON, (2,)),
     ],
     ids=["olmo2", "gemma3", "mistral3", "deepseek_v3", "past-the-vocabulary", "nemotron_h"],
 )
-def test_a_file_that_names_no_ids_has_those_of_its_class(file, eos, bos):
+def test_a_file_that_names_no_ids_has_those_of_its_class(file, eos):
     config = read_config(without_ids(file))
-    assert (config.eos_ids, config.bos_id, config.assumed_eos) == (eos, bos, True)
+    assert (config.eos_ids, config.assumed_eos) == (eos, True)
 
 
 def test_null_is_no_id_and_no_assumption():
     config = read_config(OLMO_2 | {"eos_token_id": None, "bos_token_id": None})
-    assert (config.eos_ids, config.bos_id, config.assumed_eos) == ((), None, False)
+    assert (config.eos_ids, config.assumed_eos) == ((), False)
 
 
 def test_an_assumed_id_makes_no_other_model_than_the_same_id_in_the_file():
