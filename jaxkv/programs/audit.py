@@ -6,8 +6,7 @@ reported but allowed in two cases: on the CPU, where XLA converts operands of ma
 a single page or state, all of which a step reads anyway.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -177,42 +176,3 @@ def _pairing_problems(pools: _Pools, outputs: Mapping[int, int | None]) -> list[
         elif pool != at:
             problems.append(f"{pools.names[pool]} comes back in the place of {pools.names[at]}")
     return problems
-
-
-@dataclass(frozen=True)
-class CommandBuffers:
-    """The command buffers of a GPU program, from XLA's dump of its thunks.
-
-    Attributes:
-        count: number of command buffers (CUDA graphs).
-        captured: number of thunks inside them.
-        outside: kinds of the thunks outside of them, in order.
-    """
-
-    count: int
-    captured: int
-    outside: tuple[str, ...]
-
-
-def read_command_buffers(lines: Sequence[str]) -> CommandBuffers:
-    """Parses the lines of `*.thunk_sequence_after_thunk_passes.txt`, in which indentation is nesting.
-
-    XLA writes the file with `--xla_dump_to` in `XLA_FLAGS`. Of sequences only the contents are counted.
-    """
-    count, captured, outside = 0, 0, []
-    graph_depth = None
-    for line in lines:
-        found = re.match(r"( *)\d+: (k\w+)", line)
-        if found is None:
-            continue
-        depth, kind = len(found.group(1)), found.group(2)
-        if graph_depth is not None and depth <= graph_depth:
-            graph_depth = None
-        if graph_depth is not None:
-            captured += 1
-        elif kind == "kCommandBuffer":
-            count += 1
-            graph_depth = depth
-        elif kind != "kSequential":
-            outside.append(kind)
-    return CommandBuffers(count, captured, tuple(outside))

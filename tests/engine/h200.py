@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.programs.command_buffers import read_command_buffers
+
 # What XLA asks of a device, in the text form of its GpuTargetConfigProto. Without the driver's version it assumes
 # one too old to capture custom calls and conditionals in command buffers.
 H200 = """
@@ -307,7 +309,6 @@ def report(name, lowering, dump):
     """Compiles one program for the H200 the way the engine does and returns the facts about it."""
     import jax
 
-    from jaxkv.programs.audit import read_command_buffers
     from jaxkv.programs.fingerprint import name_traced
     from jaxkv.programs.lowering import argument_types, trace
     from jaxkv.programs.manifest import compile_program

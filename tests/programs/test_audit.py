@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv.errors import ProgramRefused
-from jaxkv.programs.audit import audit, read_command_buffers
+from jaxkv.programs.audit import audit
 
 POOL = jax.ShapeDtypeStruct((256, 32), jnp.float32)
 POOL_BYTES = 256 * 32 * 4
@@ -181,24 +181,6 @@ def test_a_pool_laid_out_anew_is_noted_on_the_cpu_and_refused_elsewhere():
         return
     assert {copy.exact for copy in report.copies} == {False}
     assert report.problems == ()
-
-
-def test_command_buffers_and_what_runs_outside_them_are_read_from_the_thunks():
-    lines = [
-        "000: kCustomKernel [source] loop_gather_fusion",
-        "001: kWhile [prev=000 (1)]",
-        "  002: kCommandBuffer [source]",
-        "    003: kCustomKernel [source] fusion_1",
-        "    004: kCustomKernel [prev=003 (1)] fusion_2",
-        "  005: kCopy [sink] copy",
-        "",
-        "006: kSequential [source]",
-        "    007: kCommandBuffer [source]",
-        "        008: kGemm [source]",
-    ]
-    found = read_command_buffers(lines)
-    assert (found.count, found.captured) == (2, 3)
-    assert found.outside == ("kCustomKernel", "kWhile", "kCopy")
 
 
 def test_a_loop_that_makes_its_pool_anew_is_refused():

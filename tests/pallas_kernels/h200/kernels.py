@@ -16,6 +16,7 @@ from tests.engine.h200 import device, has_plugin
 from tests.pallas_kernels.h200 import choices, decode, grouped, ragged, skinny, states, writes
 from tests.pallas_kernels.h200.assembler import assembled
 from tests.pallas_kernels.h200.writes import PAGES
+from tests.programs.command_buffers import read_command_buffers
 
 MODULES = {
     "choices": choices,
@@ -54,8 +55,6 @@ FEW = {
 def report(function, arguments, dump):
     """Compiles one program and returns the facts about it."""
     import jax
-
-    from jaxkv.programs.audit import read_command_buffers
 
     for old in dump.glob("*"):
         old.unlink()
