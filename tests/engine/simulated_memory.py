@@ -30,8 +30,9 @@ class DeviceArray(np.ndarray):
     def copy_to_host_async(self):
         pass
 
-    def devices(self):
-        return [jax.devices()[0]]
+    @property
+    def sharding(self):
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def on_device(values):
@@ -96,5 +97,5 @@ class SlowMemory:
     def wait_for_copies(self, units):
         return list(units)
 
-    def copy_to_device(self, units):
+    def copy_to_device(self, units, places):
         return [tuple(Late(one, self._draw.choice((0, 0, 1, 4))) for one in unit) for unit in units]
