@@ -24,7 +24,7 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
-from jaxkv.engine.multi_step import choose_num_steps, declare_multi_steps
+from jaxkv.engine.steps.multi_step import choose_num_steps, declare_multi_steps
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder

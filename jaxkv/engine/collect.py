@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.in_flight import InFlightStep
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.routed_experts import RoutedExperts
 from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.engine.state_checkpoints import StateCheckpoints
+from jaxkv.engine.steps.in_flight import InFlightStep
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.sampled_rows import SampledRows, report_logprobs
 

@@ -29,7 +29,7 @@ from jaxkv.engine.routed_experts import open_experts
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.speculation.open_speculation import open_speculation
 from jaxkv.engine.step_pipeline import StepPipeline
-from jaxkv.engine.step_sizes import open_step_sizes
+from jaxkv.engine.steps.step_sizes import open_step_sizes
 from jaxkv.engine.token_masks import update_masks
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.memory import named_exhaustion

@@ -13,7 +13,7 @@ from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_queues import RequestQueues
 from jaxkv.engine.request_state import FINISHED, RUNNING, RequestState
 from jaxkv.engine.speculation.speculation import Speculation
-from jaxkv.engine.step_plan import (
+from jaxkv.engine.steps.step_plan import (
     Part,
     StepPlan,
     align,

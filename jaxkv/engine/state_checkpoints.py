@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part
+from jaxkv.engine.steps.step_plan import Part
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint

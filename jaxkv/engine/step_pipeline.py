@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import jax
 
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.in_flight import InFlightStep, step_rows_of
-from jaxkv.engine.prepare import prepare
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints
-from jaxkv.engine.step_plan import (
+from jaxkv.engine.steps.in_flight import InFlightStep, step_rows_of
+from jaxkv.engine.steps.prepare import prepare
+from jaxkv.engine.steps.step_plan import (
     Part,
     PartColumns,
     StepPlan,
@@ -25,7 +25,7 @@ from jaxkv.engine.step_plan import (
     first_step,
     token_masks_of,
 )
-from jaxkv.engine.step_sizes import StepSizes
+from jaxkv.engine.steps.step_sizes import StepSizes
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.sampled_rows import SampledRows

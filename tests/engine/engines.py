@@ -199,7 +199,7 @@ def assert_equal(sequences, finished):
 
 def too_large(caplog):
     """Returns the shapes that are not run any more, as the log names them."""
-    records = [one for one in caplog.records if one.name == "jaxkv.engine.oom_backoff"]
+    records = [one for one in caplog.records if one.name == "jaxkv.engine.steps.oom_backoff"]
     return [one.args[0] for one in records if one.msg.startswith("out of memory again")]
 
 

@@ -15,7 +15,7 @@ from jaxkv.cache.prefix.report import NO_CHECKPOINT
 from jaxkv.config.blocks import MambaConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.engine.request_state import FINISHED, RequestState
-from jaxkv.engine.step_plan import align
+from jaxkv.engine.steps.step_plan import align
 from jaxkv.models.decoder import Decoder
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row

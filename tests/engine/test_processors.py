@@ -37,7 +37,7 @@ from tests.engine.engines import (
     model_of,
     request_of,
 )
-from tests.engine.test_multi_step import watch
+from tests.engine.steps.test_multi_step import watch
 from tests.models.driver import Driver
 from tests.sampling import oracle
 from tests.sampling.processors import FUNCTIONS, processed, registered

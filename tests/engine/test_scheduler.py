@@ -21,7 +21,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RUNNING, WAITING, RequestState
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.step_plan import first_step
+from jaxkv.engine.steps.step_plan import first_step
 from jaxkv.runner.buckets import LOOSE_TOKENS, MOST_PADDING, bucket, filled, token_buckets
 
 LAYOUT = group_layers(

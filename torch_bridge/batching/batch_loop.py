@@ -13,11 +13,11 @@ import torch
 
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.in_flight import InFlightStep
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.engine.step_plan import Part, StepPlan
+from jaxkv.engine.steps.in_flight import InFlightStep
+from jaxkv.engine.steps.step_plan import Part, StepPlan
 from jaxkv.text.tokenizer import Tokenizer
 from torch_bridge.batching.row_cache import RowCache
 from torch_bridge.batching.sampler import Sampler, uploaded

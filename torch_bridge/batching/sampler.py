@@ -10,9 +10,9 @@ import torch
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import sampling
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
-from jaxkv.engine.in_flight import InFlightStep
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part
+from jaxkv.engine.steps.in_flight import InFlightStep
+from jaxkv.engine.steps.step_plan import Part
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.speculation.drafter import Drafter
 from jaxkv.engine.speculation.pace import Pace
-from jaxkv.engine.step_plan import Part
+from jaxkv.engine.steps.step_plan import Part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from jaxkv.engine.step_plan import Part, part_of, trim
+from jaxkv.engine.steps.step_plan import Part, part_of, trim
 from jaxkv.errors import OutOfMemory
 from jaxkv.memory import is_out_of_memory
 from jaxkv.runner.program_specs import StepSpec

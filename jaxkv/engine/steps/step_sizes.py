@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from jaxkv.config.engine import EngineConfig
-from jaxkv.engine.multi_step import MultiStep
-from jaxkv.engine.oom_backoff import OomBackoff
+from jaxkv.engine.steps.multi_step import MultiStep
+from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 

@@ -4,7 +4,7 @@ import logging
 
 from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import StepPlan
+from jaxkv.engine.steps.step_plan import StepPlan
 from jaxkv.errors import STEP_FAILURES
 from jaxkv.runner.cache_programs import copy_batches
 from jaxkv.runner.rows import Row

@@ -10,9 +10,9 @@ import pytest
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.engine import EngineConfig
-from jaxkv.engine.in_flight import InFlightStep
-from jaxkv.engine.multi_step import choose_num_steps, declare_multi_steps
 from jaxkv.engine.request_state import FINISHED
+from jaxkv.engine.steps.in_flight import InFlightStep
+from jaxkv.engine.steps.multi_step import choose_num_steps, declare_multi_steps
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec

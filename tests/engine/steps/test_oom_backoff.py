@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxkv.engine.oom_backoff import OomBackoff
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part, part_of
+from jaxkv.engine.steps.oom_backoff import OomBackoff
+from jaxkv.engine.steps.step_plan import Part, part_of
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features

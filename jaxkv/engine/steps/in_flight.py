@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.step_plan import Part, columns_of, first_step, token_masks_of
+from jaxkv.engine.steps.step_plan import Part, columns_of, first_step, token_masks_of
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
 from jaxkv.runner.sampled_rows import SampledRows, unpack_sampled

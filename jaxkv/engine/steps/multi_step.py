@@ -12,8 +12,8 @@ from dataclasses import replace
 import jax
 
 from jaxkv.cache.spec import CacheLayout
-from jaxkv.engine.oom_backoff import OomBackoff
-from jaxkv.engine.step_plan import Part
+from jaxkv.engine.steps.oom_backoff import OomBackoff
+from jaxkv.engine.steps.step_plan import Part
 from jaxkv.models.protocol import Params
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.model_runner import ModelRunner
