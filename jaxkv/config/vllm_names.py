@@ -42,8 +42,8 @@ ALIASES = (
     Alias("use_tqdm", "call", "progress"),
     Alias("cache_salt", "call", "salt"),
 )
-"""In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format`, `quantization` and most
-fields of `SamplingParams` have equal names in both."""
+"""In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format`, `quantization`,
+`tensor_parallel_size` and most fields of `SamplingParams` have equal names in both."""
 
 _UNSUPPORTED = {
     "best_of": "ask for n samples and choose among them",
