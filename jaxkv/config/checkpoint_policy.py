@@ -52,21 +52,21 @@ class CheckpointPolicy:
             )
         return grid
 
-    def places(self, num_tokens: int, agreed: int, chunk_size: int) -> tuple[int, ...]:
+    def places(self, num_tokens: int, shared_tokens: int, chunk_size: int) -> tuple[int, ...]:
         """Returns the lengths, in tokens and ascending, at which a prompt makes checkpoints.
 
         Args:
             num_tokens: tokens of the prompt.
-            agreed: tokens of the longest prefix shared with an earlier prompt.
+            shared_tokens: length of the longest prefix shared with an earlier prompt.
             chunk_size: chunk size of the model's scans, in tokens.
         """
         grid = self.grid_for(chunk_size)
         places = set()
-        if self.divergence and agreed < num_tokens:
-            places.add(agreed // grid * grid)
+        if self.divergence and shared_tokens < num_tokens:
+            places.add(shared_tokens // grid * grid)
         if self.last_aligned:
             places.add(num_tokens // grid * grid)
-        if self.penultimate and agreed >= num_tokens:
+        if self.penultimate and shared_tokens >= num_tokens:
             places.add((num_tokens - 1) // grid * grid)
         if self.end_of_prompt:
             places.add(num_tokens)

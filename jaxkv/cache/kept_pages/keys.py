@@ -69,16 +69,13 @@ class PageKeys:
     """The page keys of one token sequence; each page is hashed once. `truncate` follows tokens that are taken back.
 
     Made by `PrefixIndex.keys`. One object serves one sequence for its whole life, preemptions included.
-    The prefix index sets all attributes.
+    Only its methods set the attributes.
 
     Attributes:
         epoch: epoch of the index when the sequence began; `None` before it begins.
         published: tokens of the sequence that were published to the index.
-        begun: (tokens reused, tokens to compute, tokens whose pages were cached without a checkpoint) until the index
-            has added them to its statistics; then `None`.
-        agreed: leading tokens shared with an earlier prompt; `None` before the index has compared.
+        shared_tokens: length of the longest prefix shared with an earlier prompt; `None` before `plan`.
         places: lengths, in tokens, at which the sequence makes a checkpoint.
-        deferred: the request was delayed because another sequence was computing its checkpoint.
     """
 
     def __init__(self, root: bytes, salt: str | bytes | None) -> None:
@@ -87,10 +84,41 @@ class PageKeys:
         self._chains: dict[int, list[PageKey]] = {}
         self.epoch: int | None = None
         self.published = 0
-        self.begun: tuple[int, int, int] | None = None
-        self.agreed: int | None = None
+        self.shared_tokens: int | None = None
         self.places: tuple[int, ...] = ()
-        self.deferred = False
+        self._beginning: tuple[int, int, int] | None = None
+        self._deferred = False
+
+    def begin(self, epoch: int, reused: int, computed: int, stateless: int) -> None:
+        """Begins the sequence, also after a preemption.
+
+        Args:
+            epoch: epoch of the index.
+            reused: tokens that the sequence shares with the index.
+            computed: its other tokens.
+            stateless: of these, tokens whose pages are cached without a checkpoint.
+        """
+        self.epoch, self.published = epoch, reused
+        self._beginning = reused, computed, stateless
+
+    def take_beginning(self) -> tuple[int, int, int] | None:
+        """Returns (reused, computed, stateless) of the last `begin`; `None` if they were taken already."""
+        beginning, self._beginning = self._beginning, None
+        return beginning
+
+    def note_published(self, num_tokens: int) -> int:
+        """Sets the number of published tokens, and returns the previous one."""
+        before, self.published = self.published, num_tokens
+        return before
+
+    def plan(self, shared_tokens: int, places: tuple[int, ...]) -> None:
+        """Sets the length of the shared prefix and the lengths at which the sequence makes a checkpoint."""
+        self.shared_tokens, self.places = shared_tokens, places
+
+    def defer(self) -> bool:
+        """Notes that the request waits for a checkpoint of another sequence; returns whether it is the first time."""
+        first, self._deferred = not self._deferred, True
+        return first
 
     def pages(self, tokens: Sequence[int], page_size: int, num_tokens: int) -> list[PageKey]:
         """Returns the keys of the full pages among the first `num_tokens`; the caller must not change the list."""

@@ -20,7 +20,6 @@ from jaxkv.cache.kept_states.checkpoints import (
     Checkpoints,
     checkpoint_key,
 )
-from jaxkv.cache.kept_states.lower_tier import LowerTier
 from jaxkv.cache.kept_states.pages import CheckpointPages
 from jaxkv.cache.kept_states.plans import Plans
 from jaxkv.cache.kept_states.seen_texts import SeenTexts
@@ -43,6 +42,7 @@ class StateKeeper:
         capacity: most checkpoints, pending ones included.
         policy: the lengths at which sequences make checkpoints.
         stats: the counters to update.
+        before_eviction: called with each checkpoint that is evicted, before its states and pages are released.
 
     A `tick` is a time on the prefix index's clock of uses.
 
@@ -60,6 +60,7 @@ class StateKeeper:
         capacity: int,
         policy: CheckpointPolicy,
         stats: PrefixStats,
+        before_eviction: Callable[[Checkpoint], None],
     ) -> None:
         if capacity < 0:
             raise ValueError(
@@ -71,13 +72,12 @@ class StateKeeper:
         self.groups = tuple(group.name for group in layout.state_groups)
         self.policy = policy
         self.kept = Checkpoints(size)
-        self.lower: LowerTier | None = None
-        """The tier that is offered evicted checkpoints; `None` if there is none."""
         self._chunk = layout.chunk_size
         self._allocator = allocator
         self._pages = CheckpointPages(allocator, trees, rules)
         self._page_sizes = {name: rule.page_size for name, rule in rules.items()}
         self._stats = stats
+        self._before_eviction = before_eviction
         self._seen = SeenTexts(size)
         self._plans = Plans(allocator)
         self._tick = 0
@@ -94,7 +94,7 @@ class StateKeeper:
         return None
 
     def plan(self, seq: int, tokens: Sequence[int], keys: PageKeys, skipped: int) -> None:
-        """Sets `keys.places`, the lengths at which a new sequence makes checkpoints, and plans these checkpoints.
+        """Plans the checkpoints that a new sequence makes, and records their lengths in `keys`.
 
         Args:
             seq: number of the sequence.
@@ -102,19 +102,20 @@ class StateKeeper:
             keys: its page keys.
             skipped: tokens that it does not compute, because the prefix index has them.
         """
-        keys.places = ()
         if not self.capacity:
             return
+        shared_tokens = keys.shared_tokens
         # A preempted sequence begins again with the same keys; its own tokens are not an earlier prompt.
-        if keys.agreed is None:
-            keys.agreed = self._seen.shared_tokens(keys, tokens)
+        if shared_tokens is None:
+            shared_tokens = self._seen.shared_tokens(keys, tokens)
             self._seen.add(keys, tokens)
-        wanted = self.policy.places(len(tokens), keys.agreed, self._chunk)
-        for place in wanted:
+        places = []
+        for place in self.policy.places(len(tokens), shared_tokens, self._chunk):
             key = self._key(tokens, keys, place)
             if place > skipped and self.kept.find(key) is None:
-                keys.places += (place,)
+                places.append(place)
                 self._plans.add(seq, key)
+        keys.plan(shared_tokens, tuple(places))
 
     @property
     def has_plans(self) -> bool:
@@ -275,19 +276,11 @@ class StateKeeper:
         """Returns how many pages the eviction of all tails gains: tails no sequence shares, or in `spared_copies`."""
         return sum(page in spared_copies or self._is_idle(name, page) for page in self.tails(name))
 
-    def withdraw(self, seq: int, tick: int) -> int:
-        """Removes the checkpoints that a sequence made and the one it began from, also from the lower tier.
-
-        Returns:
-            The number of removed checkpoints on the device.
-        """
-        held = self._allocator.held(seq)
-        doomed = [one for one in self.kept if one.maker == seq or one.key.digest == held.origin]
+    def withdraw(self, seq: int, origin: bytes | None, tick: int) -> int:
+        """Removes the checkpoints that a sequence made and the one it began from, `origin`; returns how many."""
+        doomed = [one for one in self.kept if one.maker == seq or one.key.digest == origin]
         for one in doomed:
             self.remove(one, tick)
-        if self.lower is not None:
-            self.lower.remove([("", held.origin)] if held.origin is not None else [])
-            self.lower.remove_made(seq)
         return len(doomed)
 
     def withdraw_made(self, seq: int, tick: int) -> None:
@@ -381,8 +374,7 @@ class StateKeeper:
         return False
 
     def _evict(self, one: Checkpoint) -> None:
-        """Removes a checkpoint, which the lower tier is offered first."""
-        if self.lower is not None:
-            self.lower.offer_checkpoint(one)
+        """Removes a checkpoint to make room."""
+        self._before_eviction(one)
         self.remove(one, self._tick)
         self._stats.checkpoint_evictions += 1

@@ -15,6 +15,7 @@ from jaxkv.cache.kept_pages.keys import PageKeys, cache_root
 from jaxkv.cache.kept_pages.lookup import longest
 from jaxkv.cache.kept_pages.stats import PrefixStats
 from jaxkv.cache.kept_pages.tree import HIT, Node
+from jaxkv.cache.kept_states.checkpoints import Checkpoint
 from jaxkv.cache.kept_states.keeper import StateKeeper
 from jaxkv.cache.kept_states.lower_tier import LowerTier, SwapIns
 from jaxkv.cache.page_allocator import Match, PageAllocator, PageCopy
@@ -72,6 +73,7 @@ class PrefixIndex:
             capacity=checkpoints,
             policy=policy or CheckpointPolicy(),
             stats=self._stats,
+            before_eviction=self._offer_checkpoint,
         )
         self._hits = Hits(layout, self._pages, self._states)
         if self._hits.never:
@@ -122,7 +124,7 @@ class PrefixIndex:
         """
         if self._lower is not None:
             raise ValueError("the index has a lower tier already; detach it first")
-        self._lower = self._states.lower = tier
+        self._lower = tier
         self._swap_ins = swap_ins
 
     def detach_lower_tier(self) -> None:
@@ -130,7 +132,7 @@ class PrefixIndex:
         if self._lower is not None and self._swap_ins is not None:
             self._swap_ins.release_all()
             self._lower.clear()
-        self._lower = self._states.lower = self._swap_ins = None
+        self._lower = self._swap_ins = None
 
     def advance(self) -> int:
         """Increments the tick, the clock of uses, and returns it."""
@@ -174,9 +176,8 @@ class PrefixIndex:
         match = self._hits.match(lookups, tokens, keys, most)
         self._allocator.adopt(seq, match)
         skipped = match.num_tokens
-        keys.epoch, keys.published = self._epoch, skipped
         paged = longest(lookups, self.limit(tokens, most)) if lookups else skipped
-        keys.begun = (skipped, len(tokens) - skipped, max(0, paged - skipped))
+        keys.begin(self._epoch, skipped, len(tokens) - skipped, max(0, paged - skipped))
         self._tick += 1
         for lookup in lookups:
             self._pages.touch(lookup.name, lookup.needed_nodes(skipped), self._tick, tail=HIT)
@@ -194,8 +195,7 @@ class PrefixIndex:
         limit = self.limit(tokens, None)
         if not self._states.awaits(tokens, keys, match.num_tokens, limit):
             return False
-        self._stats.deferrals += not keys.deferred
-        keys.deferred = True
+        self._stats.deferrals += keys.defer()
         return True
 
     def begin_checkpoint(
@@ -305,7 +305,7 @@ class PrefixIndex:
                 f"publish{'' if keys.epoch is not None else ', by keys that never began a sequence (see adopt)'}"
             )
         self._count_beginning(keys)
-        before, keys.published = keys.published, num_tokens
+        before = keys.note_published(num_tokens)
         sizes = {rule.page_size for rule in self._rules.values()}
         filled = any(before // size < num_tokens // size for size in sizes)
         if not filled or keys.epoch != self._epoch:
@@ -320,9 +320,9 @@ class PrefixIndex:
         """Removes the pages that a sequence holds, their descendants, and its checkpoints; returns how many there were.
 
         Called for a sequence with wrong values, such as NaN, so that no other sequence begins from them. The lower tier
-        also drops what neither tier reaches, because that may follow a removed page.
+        also drops the same, and what neither tier reaches, because that may follow a removed page.
         """
-        count = 0
+        count, origin = 0, self._allocator.held(seq).origin
         for name in self._trees:
             doomed = self._pages.held_by(seq, name)
             if self._lower is not None:
@@ -330,8 +330,10 @@ class PrefixIndex:
             for node in doomed:
                 self._remove(name, node)
             count += len(doomed)
-        count += self._states.withdraw(seq, self._tick)
+        count += self._states.withdraw(seq, origin, self._tick)
         if self._lower is not None:
+            self._lower.remove([("", origin)] if origin is not None else [])
+            self._lower.remove_made(seq)
             self._lower.remove_unreachable(self._has)
         return count
 
@@ -401,9 +403,9 @@ class PrefixIndex:
 
     def _count_beginning(self, keys: PageKeys) -> None:
         """Counts a hit or a miss at a sequence's first `publish`; an adoption before that may still be undone."""
-        if keys.begun is not None:
-            reused, computed, stateless = keys.begun
-            keys.begun = None
+        beginning = keys.take_beginning()
+        if beginning is not None:
+            reused, computed, stateless = beginning
             self._stats.hits += reused > 0
             self._stats.misses += reused == 0
             self._stats.tokens_reused += reused
@@ -421,10 +423,14 @@ class PrefixIndex:
         pool = self._allocator.pool(name)
         return {page for page in pages if page in pool.kept and pool.references(page) == 2}
 
-    def _evict(self, name: str, node: Node) -> None:
+    def _offer_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._lower is not None:
-            for checkpoint in self._states.kept.resting_on(name, node.key.digest):
-                self._lower.offer_checkpoint(checkpoint)
+            self._lower.offer_checkpoint(checkpoint)
+
+    def _evict(self, name: str, node: Node) -> None:
+        for checkpoint in self._states.kept.resting_on(name, node.key.digest):
+            self._offer_checkpoint(checkpoint)
+        if self._lower is not None:
             self._lower.offer_page(name, node)
         self._remove(name, node)
         self._stats.evictions += 1

@@ -182,11 +182,6 @@ class HybridWorld(World):
                 "the checkpoint that a failed sequence read is still kept"
             )
 
-    def fork(self, parent):
-        seq = super().fork(parent)
-        self.live[seq].keys.places = ()
-        return seq
-
     def evict(self, name, count):
         pool = self.allocator.pool(name)
         free, idle = pool.num_free, pool.num_idle

@@ -126,6 +126,6 @@ def test_a_page_cannot_get_a_second_name():
     cache = full(page_size=2)
     seq = cache.compute([1, 2], stay=True)
     other = cache.index.keys("other")
-    other.epoch = cache.keys[seq].epoch
+    other.begin(cache.keys[seq].epoch, 0, 2, 0)
     with pytest.raises(ValueError, match="cannot keep page 0: the prefix owner holds it already"):
         cache.index.publish(seq, [3, 4], other, 2)
