@@ -66,9 +66,9 @@ from jaxkv.weights.load import (
     load_by_rules,
     scheme_of,
 )
-from jaxkv.weights.quantised.convert import write_rounded
 from jaxkv.weights.rules import RuleSet
 from jaxkv.weights.staging import Placed
+from jaxkv.weights.write_rounded import write_rounded
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -99,8 +99,8 @@ def write_rounded(
             for name, tensor in stored.items()
             if name not in rounded and name.endswith(".weight") and len(tensor.shape) == 2
         ]
-    said = _quantization_config(list(rounded.values()), sorted({"lm_head", *plain}))
-    text = json.dumps(config | {"quantization_config": said}, indent=2)
+    section = _quantization_config(list(rounded.values()), sorted({"lm_head", *plain}))
+    text = json.dumps(config | {"quantization_config": section}, indent=2)
     (target / files.CONFIG).write_text(text + "\n", encoding="utf-8")
     total = sum(entry.nbytes for entry in entries)
     return f"{target}: {len(rounded)} of {len(stored)} tensors in {quantization}, {total:,} bytes of weights"
@@ -202,7 +202,7 @@ def _write_file(path: Path, entries: Sequence[_Entry]) -> None:
 def _quantization_config(
     rounded: Sequence[QuantisedTensor], plain: Sequence[str]
 ) -> dict[str, object]:
-    """Returns what config.json says of the weights; rounded weights all have one code."""
+    """Returns the section of config.json about the weights; rounded weights all have one code."""
     is_float = rounded[0].code == "float8_e4m3fn" if rounded else False
     by_group: dict[int | None, list[str]] = {}
     for tensor in rounded:

@@ -50,8 +50,8 @@ def test_a_converted_checkpoint_has_the_bits_of_one_that_is_rounded_as_it_is_rea
 
 @pytest.mark.slow
 def test_large_checkpoints_are_written_in_several_files_a_few_rows_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxkv.weights.quantised.convert.SHARD_BYTES", 2**20)
-    monkeypatch.setattr("jaxkv.weights.quantised.convert._CHUNK_BYTES", 2**15)
+    monkeypatch.setattr("jaxkv.weights.write_rounded.SHARD_BYTES", 2**20)
+    monkeypatch.setattr("jaxkv.weights.write_rounded._CHUNK_BYTES", 2**15)
     made = tmp_path / "made"
     convert_checkpoint(default_model.path(), made, quantization="int4")
     index = json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
@@ -74,7 +74,7 @@ def test_one_that_was_cut_off_has_no_config_and_is_not_read(tmp_path, monkeypatc
     def fail(*arguments):
         raise OSError("no space left")
 
-    monkeypatch.setattr("jaxkv.weights.quantised.convert._write", fail)
+    monkeypatch.setattr("jaxkv.weights.write_rounded._write", fail)
     with pytest.raises(OSError, match="no space"):
         convert_checkpoint(default_model.path(), tmp_path / "made", quantization="int4")
     with pytest.raises(BadCheckpoint, match=r"holds no config\.json"):
