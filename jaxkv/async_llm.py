@@ -306,13 +306,13 @@ class AsyncLLM:
         engine = self._engine
         factors = await asyncio.to_thread(engine.adapters.read, path)
         return await self._run_in_engine(
-            lambda: engine.adapters.add(name, factors, version, engine.open_requests)
+            lambda: engine.adapters.add(name, factors, version, engine.adapters_in_use)
         )
 
     async def remove_lora(self, name: str) -> None:
         """Removes an adapter between two steps; see `LLM.remove_lora`."""
         engine = self._engine
-        await self._run_in_engine(lambda: engine.adapters.remove(name, engine.open_requests))
+        await self._run_in_engine(lambda: engine.adapters.remove(name, engine.adapters_in_use))
 
     async def sleep(self, level: int = 1) -> None:
         """Gives memory on the device back; see `LLM.sleep`. Requests in progress wait, and new ones raise."""

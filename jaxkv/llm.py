@@ -595,7 +595,7 @@ class LLM:
         """
         factors = self.engine.adapters.read(path)
         with self.lock.held():
-            return self.engine.adapters.add(name, factors, version, self.engine.open_requests)
+            return self.engine.adapters.add(name, factors, version, self.engine.adapters_in_use)
 
     def remove_lora(self, name: str) -> None:
         """Removes an adapter of `add_lora`; another one may take its place.
@@ -605,7 +605,7 @@ class LLM:
             RuntimeError: an `AsyncLLM` serves this `LLM`; call its `remove_lora`.
         """
         with self.lock.held():
-            self.engine.adapters.remove(name, self.engine.open_requests)
+            self.engine.adapters.remove(name, self.engine.adapters_in_use)
 
     def list_loras(self) -> dict[str, WeightVersion]:
         """Returns name -> version of each adapter that `add_lora` has loaded."""

@@ -21,6 +21,7 @@ from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
 from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.engine.lora.adapters import Adapters
+from jaxkv.engine.lora.loaded_adapter import LoadedAdapter
 from jaxkv.engine.prefix_reuse import PrefixReuse
 from jaxkv.engine.recovery import CacheRecovery, RebuildLimit, is_fatal, refuse_broken
 from jaxkv.engine.request import Request
@@ -268,10 +269,10 @@ class Engine:
         return self.shapes.pinned or self.runner.model.batch_invariant
 
     @property
-    def open_requests(self) -> list[Request]:
-        """The requests that have not ended."""
+    def adapters_in_use(self) -> list[LoadedAdapter]:
+        """The adapter of each request that has one and has not ended."""
         states = (*self.scheduler.waiting, *self.scheduler.running)
-        return [state.request for state in states]
+        return [one for state in states if (one := state.request.adapter) is not None]
 
     def sleep(self, level: int = 1) -> None:
         """Gives the memory of the cache back; requests in progress wait until `wake_up` and are then computed again.

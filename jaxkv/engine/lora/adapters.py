@@ -1,12 +1,11 @@
 """`Adapters`: the low-rank adapters that requests of an engine may name."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxkv.config.lora import LoraConfig, check_adapter_name
 from jaxkv.engine.lora.loaded_adapter import AdapterVersion, LoadedAdapter
-from jaxkv.engine.request import Request
 from jaxkv.memory import named_exhaustion
 from jaxkv.runner.adapter_stacks import AdapterStacks
 from jaxkv.runner.weight_version import WeightVersion
@@ -76,7 +75,7 @@ class Adapters:
         name: str,
         factors: Mapping[str, LeafFactors],
         version: WeightVersion | None,
-        requests: Iterable[Request],
+        in_use: Sequence[LoadedAdapter],
     ) -> WeightVersion:
         """Loads an adapter, in the place of one of the same name if there is one. Prefixes of that are not used again.
 
@@ -84,7 +83,7 @@ class Adapters:
             name: its name.
             factors: from `read`.
             version: its version; the number of the last one of this name plus 1 if not given, and 0 for the first.
-            requests: those that have not ended.
+            in_use: the adapter of each request that has one and has not ended.
 
         Returns:
             The version.
@@ -98,7 +97,7 @@ class Adapters:
         made = AdapterVersion(name, self._next_version(name, version))
         old = self._loaded.get(name)
         if old is not None:
-            _refuse_in_use(old, requests, "replaced; or load the new one under another name")
+            _refuse_in_use(old, in_use, "replaced; or load the new one under another name")
         slot = self._free_slot() if old is None else old.slot
         # Until all is written, no request may name it.
         self._loaded.pop(name, None)
@@ -108,19 +107,19 @@ class Adapters:
         self._last_versions[name] = made.version
         return made.version
 
-    def remove(self, name: str, requests: Iterable[Request]) -> None:
+    def remove(self, name: str, in_use: Sequence[LoadedAdapter]) -> None:
         """Removes an adapter; its place is free for another.
 
         Args:
             name: its name.
-            requests: those that have not ended.
+            in_use: the adapter of each request that has one and has not ended.
 
         Raises:
             ValueError: no such adapter is loaded, or requests use it.
         """
         adapter = self.of(name)
         assert adapter is not None, "a name was given"
-        _refuse_in_use(adapter, requests, "removed")
+        _refuse_in_use(adapter, in_use, "removed")
         del self._loaded[name]
 
     def _require(self) -> AdapterStacks:
@@ -155,8 +154,8 @@ class Adapters:
         return version
 
 
-def _refuse_in_use(adapter: LoadedAdapter, requests: Iterable[Request], what: str) -> None:
-    count = sum(request.adapter is adapter for request in requests)
+def _refuse_in_use(adapter: LoadedAdapter, in_use: Sequence[LoadedAdapter], what: str) -> None:
+    count = sum(one is adapter for one in in_use)
     if count:
         raise ValueError(
             f"{count} requests use the adapter {adapter.version.name!r}; wait until they have ended, or abort them, "
