@@ -250,7 +250,7 @@ def _convert(options: argparse.Namespace, screen: Screen) -> int:
     del screen
     from jaxkv.models.registry import convert_checkpoint
 
-    told = convert_checkpoint(
+    report = convert_checkpoint(
         options.model,
         options.output,
         quantization=options.quantization,
@@ -259,7 +259,7 @@ def _convert(options: argparse.Namespace, screen: Screen) -> int:
         ignore_config_keys=options.ignore_config_keys,
         progress=sys.stderr.isatty(),
     )
-    print(told)
+    print(report)
     return 0
 
 

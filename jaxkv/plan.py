@@ -292,24 +292,24 @@ def explain_plan(
 
 def _devices(count: int) -> list[str]:
     """Returns the line on the devices that divide the model; none for one device."""
-    told = f"{count} devices compute the model together; bytes are those of each of them"
-    return [told] * (count > 1)
+    line = f"{count} devices compute the model together; bytes are those of each of them"
+    return [line] * (count > 1)
 
 
 def _invariance(engine: EngineConfig) -> list[str]:
     """Returns the line on what results depend on with `batch_invariant`; none without it."""
-    told = (
+    line = (
         "batch invariant: a request's bits depend on its own tokens and options, and still on the kind of device, the "
         "versions of JAX and jaxkv, the dtypes and the page size"
     )
-    return [told] * engine.batch_invariant
+    return [line] * engine.batch_invariant
 
 
 def _sampling(directory: Path) -> list[str]:
     """Returns the line with the model's sampling defaults for `jaxkv chat`; none if the model has no defaults."""
     defaults = load_sampling_defaults(directory)
-    told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    return [f"generation_config.json: chat samples with {told} by default"] * bool(told)
+    listed = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return [f"generation_config.json: chat samples with {listed} by default"] * bool(listed)
 
 
 def _ignored(directory: Path, keys: Sequence[str]) -> list[str]:
@@ -323,20 +323,21 @@ def _ignored(directory: Path, keys: Sequence[str]) -> list[str]:
 
 def _ends(config: ModelConfig) -> list[str]:
     """Returns the line on the token ids that end a text; none if the model has none."""
-    told = ", ".join(str(token) for token in config.eos_ids)
+    ids = ", ".join(str(token) for token in config.eos_ids)
     where = "the tokenizer's end token, or if it has none, at " if config.assumed_eos else ""
-    return [f"texts end at {where}token id {told}"] * bool(told)
+    return [f"texts end at {where}token id {ids}"] * bool(ids)
 
 
 def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
     """Returns the line with the capacity of the host tier; none if there is no host tier."""
     if not cache.host_bytes:
         return []
-    told = [f"{cache.host_bytes // per_token:,} tokens"] if per_token else []
+    capacities = [f"{cache.host_bytes // per_token:,} tokens"] if per_token else []
     each = checkpoint_bytes(layout)
-    told += [f"{cache.host_bytes // each:,} checkpoints of {each:,} bytes"] if each else []
+    if each:
+        capacities.append(f"{cache.host_bytes // each:,} checkpoints of {each:,} bytes")
     return [
-        f"host: {cache.host_bytes:,} bytes for what the cache gives up, at most {' or '.join(told)}"
+        f"host: {cache.host_bytes:,} bytes for what the cache gives up, at most {' or '.join(capacities)}"
     ]
 
 
@@ -356,15 +357,15 @@ def _weights(
     """Returns the lines on what the weights take, as they are and rounded to fewer bits."""
     lines = [f"weights: {bytes_of_types(params):,} bytes"]
     if has_few_bits(params):
-        told = ", ".join(f"{form} {size:,} bytes" for form, size in weight_forms(params).items())
-        return [*lines, f"  expected by config.json: {told}"]
+        forms = ", ".join(f"{form} {size:,} bytes" for form, size in weight_forms(params).items())
+        return [*lines, f"  expected by config.json: {forms}"]
     others = {
         name: bytes_of_types(expected_params(directory, model, dtype=dtype, quantization=name))
         for name in roundings
         if scheme_of(directory) is None
     }
-    told = ", ".join(f"{name} {size:,} bytes" for name, size in others.items())
-    return [*lines, f"  with --quantization: {told}"] if others else lines
+    sizes = ", ".join(f"{name} {size:,} bytes" for name, size in others.items())
+    return [*lines, f"  with --quantization: {sizes}"] if others else lines
 
 
 def _beside_weights(free_bytes: int, weights: int) -> int:
@@ -386,10 +387,10 @@ def _runs_as(
         if cache.dtype != "fp8" or model.implementation is not None:
             raise
         return f"would be refused on this machine: {error}", _KERNELS
-    told = f"runs as {choice}"
+    line = f"runs as {choice}"
     if cache.dtype == "fp8":
-        told += " (a machine without our kernels would refuse this fp8 cache)"
-    return told, choice.name
+        line += " (a machine without our kernels would refuse this fp8 cache)"
+    return line, choice.name
 
 
 def _programs(
@@ -430,12 +431,12 @@ def _programs(
     ]
     for spec in specs:
         cost = costs.get(spec)
-        told = f"{cost.seconds:7.1f} s {cost.temp_bytes / 2**20:9,.1f} MiB" if cost else ""
+        measured = f"{cost.seconds:7.1f} s {cost.temp_bytes / 2**20:9,.1f} MiB" if cost else ""
         sizes = ""
         if isinstance(spec, StepSpec):
             pages = max(spec.table_widths, default=0)
             sizes = f"{spec.rows:5d} rows {spec.tokens:6d} tokens {pages:5d} pages per row"
-        lines.append(f"  {spec.name:24s} {sizes:45s}  {told}".rstrip())
+        lines.append(f"  {spec.name:24s} {sizes:45s}  {measured}".rstrip())
     return lines
 
 

@@ -84,9 +84,9 @@ class Policy(nnx.Module):
         logits = forward(self.sizes, dict(self.named()), batch.ids)
         columns = jnp.arange(batch.mask.shape[1])[None, :]
         after = batch.prompt_lens[:, None] + columns - 1
-        told = jax.nn.log_softmax(jnp.take_along_axis(logits, after[:, :, None], axis=1))
+        logprobs = jax.nn.log_softmax(jnp.take_along_axis(logits, after[:, :, None], axis=1))
         output_ids = jnp.take_along_axis(batch.ids, after + 1, axis=1)
-        return jnp.take_along_axis(told, output_ids[:, :, None], axis=2)[:, :, 0]
+        return jnp.take_along_axis(logprobs, output_ids[:, :, None], axis=2)[:, :, 0]
 
 
 @pytree

@@ -1,4 +1,4 @@
-"""What mixers with states share: the short convolution before the recurrence, and the recurrence over a step."""
+"""The parts that mixers with states share: the short convolution, and the recurrence over a step."""
 
 from collections.abc import Callable, Mapping
 

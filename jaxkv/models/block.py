@@ -23,7 +23,7 @@ itself and returns the sum instead, as a `Weighed` if a norm follows.
 
 
 class Split(NamedTuple):
-    """How the devices of a tensor-parallel model divide a parameter along one axis.
+    """The division of a parameter along one axis among the devices of a tensor-parallel model.
 
     Attributes:
         axis: the axis.

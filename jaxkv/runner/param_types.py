@@ -89,12 +89,12 @@ class ParamTypes:
     def _refuse_names(self, given: set[str]) -> None:
         known = set(self._names)
         missing, unknown = sorted(known - given), sorted(given - known)
-        told = [f"it lacks {_listed(missing)}"] * bool(missing)
-        told += [f"it has {_listed(unknown)}, which the model has not"] * bool(unknown)
-        told = told or ["its containers are of other types"]
+        reasons = [f"it lacks {_listed(missing)}"] * bool(missing)
+        reasons += [f"it has {_listed(unknown)}, which the model has not"] * bool(unknown)
+        reasons = reasons or ["its containers are of other types"]
         raise ValueError(
-            f"the new parameters differ in structure from those of the model: {'; '.join(told)}. Give a tree such as "
-            "LLM.params; nothing was changed"
+            f"the new parameters differ in structure from those of the model: {'; '.join(reasons)}. Give a tree such "
+            "as LLM.params; nothing was changed"
         )
 
 

@@ -217,7 +217,7 @@ class EngineServer:
         """Prepares a call whose place is held, in a thread of its own, and passes it to the main thread."""
         call, requests = message.call, self._prepared(message)
         if requests is None:
-            self._loop.put(lambda: self._let_go(call))
+            self._loop.put(lambda: self._remove_held(call))
         else:
             self._loop.put(lambda: self._accept_held(call, requests))
 
@@ -241,7 +241,7 @@ class EngineServer:
         """Holds the place of a call that is still prepared: without samples, so that an abort finds the call."""
         self._calls[call] = []
 
-    def _let_go(self, call: int) -> None:
+    def _remove_held(self, call: int) -> None:
         """Forgets a call that was refused after `_hold`."""
         self._calls.pop(call, None)
 

@@ -42,7 +42,7 @@ class NamedArray:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What one leaf is computed of; hashable, so that it is part of the program's key."""
+    """The sources of one leaf, and the steps from them to it; hashable, so that it is part of the program's key."""
 
     sources: tuple[str, ...]
     stored_shape: tuple[int, ...]

@@ -80,7 +80,7 @@ class HeadPairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one parameter leaf, or one per layer, is assembled.
+    """The assembly of one parameter leaf, or of one per layer.
 
     Operations (`combine`); all but "stack", "stack_transpose" and "concat" have one source:
         copy: the source unchanged.

@@ -44,7 +44,7 @@ Placed = Callable[[str, jax.Array], jax.Array]
 
 @runtime_checkable
 class Client(Protocol):
-    """What a device's client (`jax.Device.client`) does with memory of the host."""
+    """The methods of a device's client (`jax.Device.client`) for memory of the host."""
 
     def dma_map(self, address: int, size: int) -> None:
         """Locks pages, so that the device copies from them by itself."""

@@ -26,7 +26,7 @@ class Tensor(Protocol):
 
     @property
     def path(self) -> object:
-        """Where it is, for error messages."""
+        """Its place, such as a file, for error messages."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Readable(Tensor, Protocol):
 
 
 class Arrangement(NamedTuple):
-    """What happens to a leaf's stored numbers between the file and the leaf; it moves them and changes none.
+    """The moves of stored numbers from a file to their places in a leaf; none is changed.
 
     Attributes:
         shape: shape of the leaf.
@@ -139,13 +139,13 @@ _AXES: Mapping[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class LeafPlan[S: Tensor]:
-    """How one parameter leaf is made of tensors (see `Rule`).
+    """The tensors and operations that make one parameter leaf (see `Rule`).
 
     Attributes:
         target: dotted path of the leaf.
         dtype: dtype of the leaf.
         sources: its tensors, in order.
-        arrangement: what happens to their numbers.
+        arrangement: the moves of their numbers.
         offset: number that is added to every element.
     """
 

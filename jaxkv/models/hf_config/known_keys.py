@@ -1,4 +1,4 @@
-"""Which keys of config.json can change the logits; Transformers' attributes from 4.0 to 5.x, and other libraries' keys.
+"""Keys of config.json and their effect on the logits: Transformers' from 4.0 to 5.x, and those of other libraries.
 
 A key is judged by what it can do, in this order:
 
@@ -257,7 +257,7 @@ CHANGES_GROUPS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "decoder_sparse_step moe_layer_freq": (),
     },
 }
-"""What a key changes -> keys -> their values that have no effect."""
+"""Change in the model -> keys -> their values that have no effect."""
 
 CHANGES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     key: (what, neutral)
@@ -265,7 +265,7 @@ CHANGES: Mapping[str, tuple[str, tuple[object, ...]]] = {
     for names, neutral in keys.items()
     for key in names.split()
 }
-"""Key that changes the logits -> what it changes, and its values that have no effect."""
+"""Key that changes the logits -> the change in the model, and its values that have no effect."""
 
 SPECIAL: Mapping[str, str] = {
     "dual_chunk_attention_config": (

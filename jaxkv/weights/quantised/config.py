@@ -130,9 +130,9 @@ class _Settings(NamedTuple):
 
     def expect(self, key: str, known: tuple[object, ...]) -> None:
         if self.values.get(key) not in known:
-            told = ", ".join(repr(value) for value in known if value is not None)
+            supported = ", ".join(repr(value) for value in known if value is not None)
             raise UnknownConfig(
-                f"{self.place} sets {key} = {clip(repr(self.values.get(key)), 80)}; supported: {told}; {_INSTEAD}"
+                f"{self.place} sets {key} = {clip(repr(self.values.get(key)), 80)}; supported: {supported}; {_INSTEAD}"
             )
 
     def reject_others(self, known: Collection[str]) -> None:

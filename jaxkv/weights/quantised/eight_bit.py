@@ -89,15 +89,15 @@ def read(
 
 
 def _block(
-    shape: tuple[int, ...], scales: StoredTensor, said: tuple[int, int] | None
+    shape: tuple[int, ...], scales: StoredTensor, configured: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Returns rows and columns that share a scale, by the shape of the scales."""
+    """Returns rows and columns that share a scale: those of the config, or else by the shape of the scales."""
     rows, columns = shape
-    if scales.shape in ((), (1,), (1, 1)) and said is None:
+    if scales.shape in ((), (1,), (1, 1)) and configured is None:
         block, shapes = (rows, columns), ((), (1,), (1, 1))
-    elif said is not None:
-        block = said
-        shapes = ((-(-rows // said[0]), -(-columns // said[1])),)
+    elif configured is not None:
+        block = configured
+        shapes = ((-(-rows // configured[0]), -(-columns // configured[1])),)
     elif len(scales.shape) == 2 and scales.shape[1] > 1 and columns % scales.shape[1] == 0:
         block, shapes = (1, columns // scales.shape[1]), ((rows, scales.shape[1]),)
     else:

@@ -262,7 +262,7 @@ def unpacked(words: UInt8[np.ndarray, "... bytes"], bits: int) -> UInt8[np.ndarr
 
 
 def even_groups(
-    tensor: StoredTensor, columns: int, count: int, said: int | None
+    tensor: StoredTensor, columns: int, count: int, configured: int | None
 ) -> Int[np.ndarray, " columns"]:
     """Returns the group of each column, of `count` groups of adjacent columns.
 
@@ -270,13 +270,13 @@ def even_groups(
         tensor: the scales, for error messages.
         columns: number of columns.
         count: number of groups.
-        said: columns of a group as the config says, of which the last group may have fewer; `None` for whole rows.
+        configured: columns of a group in the config, of which the last group may have fewer; `None` for whole rows.
 
     Raises:
         BadCheckpoint: there are not that many groups, nor do they divide the columns.
     """
-    if said is not None and -(-columns // said) == count:
-        return np.arange(columns) // said
+    if configured is not None and -(-columns // configured) == count:
+        return np.arange(columns) // configured
     if not count or columns % count:
         raise BadCheckpoint(
             f"{tensor.path}: {clip(repr(tensor.name))} has {count} groups for {columns} columns"

@@ -15,7 +15,7 @@ from jaxkv.weights.safetensors import StoredTensor
 
 
 class Rounding(NamedTuple):
-    """How weights are rounded.
+    """A form to which weights are rounded.
 
     Attributes:
         code: name in `pallas_kernels.formats.few_bits.CODES`.

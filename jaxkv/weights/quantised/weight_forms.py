@@ -1,4 +1,4 @@
-"""What the parameters of a model are: bytes by dtype, or by code and group."""
+"""The bytes of a model's parameters by dtype, or by code and group."""
 
 import math
 from collections import Counter
