@@ -428,9 +428,9 @@ class PrefixIndex:
             self._lower.offer_checkpoint(checkpoint)
 
     def _evict(self, name: str, node: Node) -> None:
-        for checkpoint in self._states.kept.resting_on(name, node.key.digest):
-            self._offer_checkpoint(checkpoint)
         if self._lower is not None:
+            for checkpoint in self._states.kept.resting_on(name, node.key.digest):
+                self._lower.offer_checkpoint(checkpoint)
             self._lower.offer_page(name, node)
         self._remove(name, node)
         self._stats.evictions += 1
