@@ -25,7 +25,7 @@ NOT_BY_FOUR = {
     f"hybrid-{name}"
     for name in (
         *("nemotron", "nemotron-latent", "falcon-h1", "falcon-h1-norm"),
-        *("qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen3.5-multimodal"),
+        *("qwen3-next", "qwen3.5", "qwen3.5-multimodal"),
     )
 }
 """Cases with sizes that two devices can divide and four cannot."""
@@ -66,7 +66,8 @@ def test_logits_of_prompts_chunks_and_decode_steps_equal_transformers(make, name
         return
     model = TensorParallel(whole, tensor_mesh(devices))
     tokens = case.prompt(40)
-    wanted = cases.logits(theirs, tokens)
+    # In the same chunks, on whose lengths stretched angles depend.
+    wanted = cases.logits(theirs, tokens, chunks=(23, 15, 1, 1))
     assert np.std(wanted) > 0.3
     driver = Driver(model, model.divided(params))
     counts = {
