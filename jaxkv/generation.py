@@ -22,7 +22,7 @@ from jaxkv.cache.variants import sampling as sampling_spec
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
-from jaxkv.models.tensor_parallel import mesh_of
+from jaxkv.models.tensor_parallel import TensorParallel, mesh_of
 from jaxkv.padded_prompts import (
     PromptLens,
     Prompts,
@@ -227,6 +227,8 @@ def check_model(params: Params, model: object) -> None:
     if not leaves or strange is not None:
         got = f"{type(strange).__name__} in it" if leaves else "none"
         raise ValueError(f"params must be a pytree of the model's arrays, got {got}")
+    if isinstance(model, TensorParallel):
+        model.refuse_undivided(params)
 
 
 def _refuse_host_sampling(sampling: Sequence[SamplingParams]) -> None:

@@ -283,7 +283,7 @@ def explain_plan(
         *_ends(config),
         "",
         budget.explain(),
-        *_host(layout, cache, per_token),
+        *_host(layout, cache, per_token, tensor_parallel_size),
         "",
         *_programs(model.running(implementation), params, layout, length, cache, engine),
     ]
@@ -328,14 +328,15 @@ def _ends(config: ModelConfig) -> list[str]:
     return [f"texts end at {where}token id {ids}"] * bool(ids)
 
 
-def _host(layout: CacheLayout, cache: CacheConfig, per_token: int) -> list[str]:
+def _host(layout: CacheLayout, cache: CacheConfig, per_token: int, devices: int) -> list[str]:
     """Returns the line with the capacity of the host tier; none if there is no host tier."""
     if not cache.host_bytes:
         return []
-    capacities = [f"{cache.host_bytes // per_token:,} tokens"] if per_token else []
-    each = checkpoint_bytes(layout)
+    # Each device copies its own part of a page or state.
+    own, each = cache.host_bytes // devices, checkpoint_bytes(layout)
+    capacities = [f"{own // per_token:,} tokens"] if per_token else []
     if each:
-        capacities.append(f"{cache.host_bytes // each:,} checkpoints of {each:,} bytes")
+        capacities.append(f"{own // each:,} checkpoints of {each:,} bytes")
     return [
         f"host: {cache.host_bytes:,} bytes for what the cache gives up, at most {' or '.join(capacities)}"
     ]

@@ -11,8 +11,11 @@ import pytest
 
 import jaxkv
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, default_model
+from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
+from jaxkv.plan import explain_plan
+from pallas_kernels.dispatch import Unsupported
 from tests.devices import needs_devices
 from tests.one_layer import one_layer_model
 
@@ -126,9 +129,7 @@ def test_each_device_has_its_part_of_parameters_and_cache_alone(folder, single, 
     layer = pair.params["layers"][0]
     for name in ("qkv", "o", "gate_up", "down"):
         assert layer[name].addressable_shards[0].data.size * 2 == layer[name].size
-    assert not layer["norms"].sharding.is_fully_addressable or (
-        layer["norms"].sharding.is_fully_replicated
-    )
+    assert layer["norms"].sharding.is_fully_replicated
     runner = pair.engine.runner
     named = runner.layout.arrays(runner.counts)
     for array, one in zip(runner.cache.arrays, named, strict=True):
@@ -178,7 +179,10 @@ def test_saved_prefixes_come_back_for_as_many_devices_alone(folder, pair, tmp_pa
         [output] = other.generate([PROMPT], GREEDY)
         assert output.usage.cached_tokens >= 16
         assert tokens_of([output]) == wanted
-    with LLM(folder, tensor_parallel_size=4, **SMALL) as other, pytest.raises(ValueError):
+    with (
+        LLM(folder, tensor_parallel_size=4, **SMALL) as other,
+        pytest.raises(BadCheckpoint, match="another model"),
+    ):
         other.load_prefixes(file)
 
 
@@ -204,8 +208,11 @@ def test_new_weights_are_divided_by_their_owner(folder, single, pair):
     with LLM.from_parts(single.model, new, tokenizer=folder, **SMALL) as llm:
         wanted = tokens_of(llm.generate([PROMPT], GREEDY))
     before = pair.params
-    with pytest.raises(ValueError, match=r"got the sharding .* wanted NamedSharding"):
-        pair.update_weights(new)
+    for whole in (new, jax.tree.map(np.asarray, new)):
+        with pytest.raises(ValueError, match=r"are not divided among the 2 devices, embed for one"):
+            pair.update_weights(whole)
+    with pytest.raises(ValueError, match="supported on one device only"):
+        pair.load_lora(None)
     assert pair.params is before
     assert wanted != tokens_of(pair.generate([PROMPT], GREEDY))
     pair.update_weights(pair.model.divided(new))
@@ -221,6 +228,53 @@ def test_parts_in_memory_are_served_without_a_copy(folder, single):
         assert llm.eos_ids == single.eos_ids
         wanted = tokens_of(single.generate([PROMPT], GREEDY))
         assert tokens_of(llm.generate([PROMPT], GREEDY)) == wanted
+
+
+def test_undivided_parameters_are_refused(folder, single):
+    model = TensorParallel(single.model, tensor_mesh(2))
+    with pytest.raises(ValueError, match=r"give model\.divided\(params\)"):
+        LLM.from_parts(model, single.params, tokenizer=folder, **SMALL)
+    with pytest.raises(ValueError, match=r"give model\.divided\(params\)"):
+        jaxkv.generate(single.params, model, [[1, 2, 3]], sampling=GREEDY)
+
+
+def test_a_mesh_of_two_axes_is_refused(single):
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    with pytest.raises(ValueError, match="along one axis, got a mesh of the axes"):
+        TensorParallel(single.model, mesh)
+
+
+def test_a_plan_has_the_bytes_of_each_device(folder, pair):
+    def planned(devices, **options):
+        cache = CacheConfig(max_sequences=4, page_size=16, host_bytes=2**20)
+        return explain_plan(
+            folder,
+            dtype="float32",
+            max_model_len=128,
+            cache=cache,
+            free_bytes=None,
+            tensor_parallel_size=devices,
+            **options,
+        )
+
+    bytes_of = {
+        name: int(re.search(rf"{name}: ([\d,]+)", planned(2))[1].replace(",", ""))
+        for name in ("weights",)
+    }
+    device = jax.devices()[0]
+    parts = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(pair.params)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    ]
+    assert bytes_of["weights"] == sum(parts)
+    # Half of the host's bytes for half of each token's.
+    tokens = [re.search(r"at most ([\d,]+) tokens", planned(devices))[1] for devices in (1, 2)]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(Unsupported, match="mosaic_gpu"):
+        planned(2, implementation="mosaic_gpu")
+    assert repr(pair.engine.runner.model).endswith("devices=2)")
 
 
 def test_generate_in_a_program_of_ones_own_gives_the_tokens_of_one_device(single):

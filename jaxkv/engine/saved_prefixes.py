@@ -18,7 +18,7 @@ from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.offload.prefix_catalogue import Source, collect, page_size_of
 from jaxkv.offload.prefix_file import Identity, PrefixFile, Unit, open_file, save_file
 from jaxkv.offload.prefix_restore import Restore, begin_restore
-from jaxkv.offload.programs import SwapSpec, bucket_of, pad_ids, unit_places
+from jaxkv.offload.programs import SwapSpec, bucket_of, pad_ids, unit_bytes, unit_places
 from jaxkv.offload.transfers import units_at_once
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.weights_checksum import weights_checksum
@@ -150,7 +150,7 @@ def _identity(runner: ModelRunner, index: PrefixIndex) -> Identity:
 
 def _parts[T](group: Group, units: Sequence[T]) -> Iterator[tuple[T, ...]]:
     """Cuts units of a group into runs of the programs."""
-    return batched(units, units_at_once(group.bytes_per_unit))
+    return batched(units, units_at_once(unit_bytes(group)))
 
 
 def _read(
@@ -185,4 +185,4 @@ def _write(runner: ModelRunner, file: PrefixFile, restore: Restore, group: Group
         placed = jax.block_until_ready(jax.device_put(units, [places] * len(units)))
         padded = (*placed, *placed[-1:] * (size - len(placed)))
         runner.update(SwapSpec(False, group.index, size), ids, padded)
-    return len(moves) * group.bytes_per_unit
+    return len(moves) * unit_bytes(group)

@@ -1,7 +1,7 @@
 """`TensorParallel`: a decoder that several devices compute together, each a part of every block.
 
 It is a `Model` whose parameters and cache are global arrays over a mesh, so that steps, samplers, engine and prefix
-cache use it like a model on one device. Only `forward` and `logits` differ: they run the part of each device under
+cache use it like a model on one device. Only `forward`, `logits` and `sample` differ: they run each device's part under
 `jax.shard_map`, with explicit sums (`jaxkv.layers.shards`), because the partitioner of XLA cannot divide our kernels.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
@@ -82,7 +82,11 @@ def over_devices(
             f"weights in 8 or 4 bits are supported on one device only, and tensor_parallel_size is {count}; load plain "
             "weights, or take one device"
         )
-    mesh = AbstractMesh((count,), (AXIS,)) if planned else tensor_mesh(count)
+    mesh = (
+        AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
+        if planned
+        else tensor_mesh(count)
+    )
     return TensorParallel(decoder, mesh)
 
 
@@ -90,7 +94,7 @@ def over_devices(
 class TensorParallel:
     """A decoder over several devices.
 
-    Parameters are divided as their declarations tell (`Leaf.split`). A global array is the devices' parts one after the
+    Parameters are divided as they are declared (`Leaf.split`). A global array is the devices' parts one after the
     other, so the rows of a fused projection are in another order than in the whole decoder's.
 
     Attributes:
@@ -98,15 +102,24 @@ class TensorParallel:
         mesh: the devices, along one axis; without devices for a model of which only shapes are asked.
 
     Raises:
-        ValueError: the devices cannot divide the decoder, see `shard_config`.
+        ValueError: the mesh has several axes, or the devices cannot divide the decoder, see `shard_config`.
     """
 
     whole: Decoder
     mesh: Mesh | AbstractMesh
 
     def __post_init__(self) -> None:
-        """Checks the sizes."""
+        """Checks the mesh and the sizes."""
+        if len(self.mesh.axis_names) != 1:
+            raise ValueError(
+                f"a decoder is divided along one axis, got a mesh of the axes {self.mesh.axis_names}; make one with "
+                "tensor_mesh"
+            )
         assert self.part.config.num_layers == self.whole.num_layers
+
+    def __repr__(self) -> str:
+        """Names the decoder and the number of devices, also for a mesh without devices."""
+        return f"TensorParallel({self.whole!r}, devices={self.count})"
 
     @cached_property
     def part(self) -> Decoder:
@@ -193,6 +206,26 @@ class TensorParallel:
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
         return tree.unflatten(self.divide(_dotted(path), leaf) for path, leaf in leaves)
 
+    def refuse_undivided(self, params: Params) -> None:
+        """Raises `ValueError` if arrays are not divided among the devices as `divided` does it.
+
+        Tracers are not checked, since they have no place yet.
+        """
+        types = self.param_shapes(jnp.float32)
+        if jax.tree.structure(params) != jax.tree.structure(types):
+            return
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        wrong = [
+            _dotted(path)
+            for (path, leaf), kind in zip(leaves, jax.tree.leaves(types), strict=True)
+            if not (isinstance(leaf, Tracer) or _is_at(leaf, kind.sharding))
+        ]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} of {len(leaves)} parameters are not divided among the {self.count} devices, {wrong[0]} "
+                "for one; give model.divided(params), where model is the TensorParallel, such as LLM.model"
+            )
+
     def divide(self, path: str, leaf: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Returns a parameter of the whole decoder, divided among the devices.
 
@@ -224,7 +257,7 @@ class TensorParallel:
             mesh=self.mesh,
             in_specs=(self._param_specs(params), pools, everywhere),
             out_specs=(pools, everywhere),
-            # Our kernels do not tell over which axes their results vary.
+            # Our kernels do not declare over which axes their results vary.
             check_vma=False,
         )
         return run(params, cache, batch)
@@ -347,6 +380,11 @@ def _part_of(
         taken.append(jax.lax.slice_in_dim(leaf, begin, begin + width, axis=split.axis))
         first += size
     return jnp.concatenate(taken, axis=split.axis)
+
+
+def _is_at(leaf: object, place: Sharding) -> bool:
+    """Whether an array is where a sharding places it."""
+    return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -3,6 +3,7 @@
 Each handles a bucket of units of one group, in all its layers.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,11 @@ def unit_shapes(group: Group) -> tuple[jax.ShapeDtypeStruct, ...]:
         jax.ShapeDtypeStruct((layers, *leading, *array.shape), np.dtype(array.dtype))
         for array in group.spec.arrays
     )
+
+
+def unit_bytes(group: Group) -> int:
+    """Returns the bytes of a unit over all devices."""
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in unit_shapes(group))
 
 
 def unit_places(group: Group, cache: Cache) -> tuple[Sharding, ...]:

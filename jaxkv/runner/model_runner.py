@@ -16,7 +16,7 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import rules_for
-from jaxkv.models.tensor_parallel import mesh_of
+from jaxkv.models.tensor_parallel import TensorParallel, mesh_of
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.adapter_stacks import AdapterStacks
@@ -119,6 +119,8 @@ class ModelRunner:
             ProgramRefused: strict mode, and arrays of these names, shapes and dtypes were not given in the warm-up.
         """
         if isinstance(params, Mapping) or not isinstance(params, Iterable):
+            if isinstance(self.model, TensorParallel):
+                self.model.refuse_undivided(params)
             self.params = self._param_types.accept(params)
             self._owns_params = False
         else:
@@ -127,6 +129,11 @@ class ModelRunner:
         self.weight_version = version
 
     def _params_of_named(self, arrays: Iterable[tuple[str, Any]]) -> Params:
+        if isinstance(self.model, TensorParallel):
+            raise ValueError(
+                f"load_lora and updates under a checkpoint's names are supported on one device only, and this model is "
+                f"on {self.model.count}; give update_weights the tree LLM.model.divided(params)"
+            )
         if not isinstance(self.model, Decoder):
             raise ValueError(
                 f"a {type(self.model).__name__} has no checkpoint names; give a tree such as LLM.params"

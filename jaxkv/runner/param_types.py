@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 
 from jaxkv.models.protocol import Model, Params
+from jaxkv.models.tensor_parallel import TensorParallel
 from jaxkv.weights.quantised.weight_forms import has_few_bits, is_few_bits, plain_leaves
 
 _MOST_NAMED = 4
@@ -104,6 +105,8 @@ def params_of_model(model: Model, params: Params) -> Params:
     Raises:
         ValueError: names or shapes are not those of the model, an array was deleted, or a leaf is no array.
     """
+    if isinstance(model, TensorParallel):
+        model.refuse_undivided(params)
     types = jax.eval_shape(lambda: model.init_params(jax.random.key(0), jnp.float32))
     if jax.tree.structure(params, is_leaf=is_few_bits) == jax.tree.structure(types):
         types = jax.tree.map(_type_like, types, params)

@@ -104,9 +104,9 @@ def sample(
         return Sampled(tokens=tokens, finite=finite)
     given = sampling["given"][:, 0]
     tokens = jnp.where(finite & (given < vocab.parts * logits.shape[1]), given, tokens)
-    told = _by_mode(logits, truncated, sampling, vocab) if features.logprobs_modes else logits
-    told_of = _logprobs(told, tokens, features.logprobs, vocab)
-    return Sampled(tokens=tokens, finite=finite, **told_of)
+    reported = _by_mode(logits, truncated, sampling, vocab) if features.logprobs_modes else logits
+    logprobs = _logprobs(reported, tokens, features.logprobs, vocab)
+    return Sampled(tokens=tokens, finite=finite, **logprobs)
 
 
 def _by_mode(
@@ -125,8 +125,8 @@ def _by_mode(
     """
     mode = sampling["logprobs_mode"][:, None]
     scaled = (logits - vocab.max(logits)) / _divisor(sampling)
-    told = jnp.where(mode == LOGPROBS_MODES.index("temperature"), scaled, logits)
-    return jnp.where(mode == LOGPROBS_MODES.index("truncated"), truncated, told)
+    reported = jnp.where(mode == LOGPROBS_MODES.index("temperature"), scaled, logits)
+    return jnp.where(mode == LOGPROBS_MODES.index("truncated"), truncated, reported)
 
 
 def adjust(
