@@ -286,16 +286,9 @@ class LLM:
         self.max_model_len = max_model_len
         self._progress = progress
         programs = Programs(strict=strict)
+        whole_or_divided = divided or decoder
         self._allocate(
-            divided or decoder,
-            load,
-            weights,
-            dtype,
-            cache,
-            engine,
-            programs,
-            logits_processors,
-            room,
+            whole_or_divided, load, weights, dtype, cache, engine, programs, logits_processors, room
         )
 
     @classmethod

@@ -251,10 +251,8 @@ def explain_plan(
     model = model_for(divided or whole, cache, engine)
     if divided is not None:
         params = divided.param_shapes(resolved)
-    weights = bytes_of_types(params)
-    if free_bytes is not None:
-        rest = _beside_weights(free_bytes, weights) if holds_weights else free_bytes
-        free_bytes = int(cache.memory_share * rest)
+    weights = bytes_of_types(params) if holds_weights else 0
+    free_bytes = _for_cache(free_bytes, weights, cache.memory_share)
     processors = register_processors(
         logits_processors, vocab_size=model.vocab_size, max_tokens=length
     )
@@ -367,6 +365,11 @@ def _weights(
     }
     sizes = ", ".join(f"{name} {size:,} bytes" for name, size in others.items())
     return [*lines, f"  with --quantization: {sizes}"] if others else lines
+
+
+def _for_cache(free_bytes: int | None, weights: int, share: float) -> int | None:
+    """Returns the share of the memory beside the weights; `None` if the memory is not limited."""
+    return None if free_bytes is None else int(share * _beside_weights(free_bytes, weights))
 
 
 def _beside_weights(free_bytes: int, weights: int) -> int:
