@@ -99,11 +99,6 @@ def model_for[M: Model](model: M, cache: CacheConfig, engine: EngineConfig) -> M
             several devices, and the options need one.
     """
     if isinstance(model, TensorParallel):
-        if engine.batch_invariant:
-            raise ValueError(
-                f"batch_invariant is supported on one device only, and tensor_parallel_size is {model.count}; turn one "
-                "of them off"
-            )
         return replace(model, whole=model_for(model.whole, cache, engine))
     if engine.batch_invariant:
         if not isinstance(model, Decoder):

@@ -38,7 +38,7 @@ class Shards:
     def all_logits(self, part: Float[Array, "rows part"]) -> Float[Array, "rows vocab"]:
         """Returns the logits of all token ids, given those of this device's part.
 
-        It is a sum with zeros, which XLA computes inside the CUDA graph of a step, unlike a gather.
+        It is a sum with zeros, for which XLA has a kernel over peer memory, as it has not for a gather.
         """
         rows, width = part.shape
         first = lax.axis_index(self.axis) * width

@@ -102,7 +102,8 @@ class TensorParallel:
         mesh: the devices, along one axis; without devices for a model of which only shapes are asked.
 
     Raises:
-        ValueError: the mesh has several axes, or the devices cannot divide the decoder, see `shard_config`.
+        ValueError: the mesh has several axes, the decoder is batch invariant, or the devices cannot divide it, see
+            `shard_config`.
     """
 
     whole: Decoder
@@ -114,6 +115,11 @@ class TensorParallel:
             raise ValueError(
                 f"a decoder is divided along one axis, got a mesh of the axes {self.mesh.axis_names}; make one with "
                 "tensor_mesh"
+            )
+        if self.whole.batch_invariant:
+            raise ValueError(
+                f"batch_invariant is supported on one device only, and tensor_parallel_size is {self.count}; turn one "
+                "of them off"
             )
         assert self.part.config.num_layers == self.whole.num_layers
 

@@ -37,7 +37,7 @@ class RecordedSum:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the checksum of all tensors and their order, int64 of shape ().
 
-        The next replay of this recorder, of whatever work, may overwrite it.
+        The next replay of this recorder may overwrite it, also one of other work.
 
         Args:
             tensors: dense tensors on one device.
