@@ -14,7 +14,7 @@ import pytest
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
-from jaxkv.engine.speculation.pace import PLAIN_STEPS, WINDOW
+from jaxkv.engine.speculation.pace import PLAIN_STEPS, Pace
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.runner import buckets
 from tests.engine import simulated_grammar, simulated_requests
@@ -126,6 +126,8 @@ def test_drafts_change_no_token_for_long(kind):
 def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
     setting = Setting("full", rows=1, drafts=2, prefix=False, drafted_share=None)
     engine, _ = engine_of(random.Random(0), setting)
+    # A step with drafts takes half as long again as one without.
+    engine.speculation.pace = Pace(lambda: engine.steps + engine.speculation.stats.steps / 2)
     [made], ahead = engine.add([_ask([7, 3], LONGEST - 2, {})]), []
     while engine.has_work:
         engine.step()
@@ -133,13 +135,13 @@ def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
     assert len(made.token_ids) == LONGEST - 2
     stats = engine.speculation.stats
     assert (stats.pauses, stats.is_paused) == (1, True)
-    assert WINDOW <= stats.steps < WINDOW + 4
+    assert 2 <= stats.steps < 8
     assert stats.drafted[0] > stats.drafted[1] > 0
     # With drafts each step is read before the next one is planned; those before and after are not.
     first = ahead.index(0, 2)
     assert PLAIN_STEPS < first < PLAIN_STEPS + 4
-    assert not any(ahead[first : first + WINDOW])
-    assert all(ahead[first + WINDOW + 4 : -2])
+    assert not any(ahead[first : first + stats.steps])
+    assert all(ahead[first + stats.steps + 2 : -2])
 
 
 def test_an_engine_with_too_many_rows_drafts_nothing_and_overlaps():

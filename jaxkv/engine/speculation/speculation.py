@@ -97,7 +97,8 @@ class Speculation:
         ):
             self.pace.interrupt()
             return drafts
-        rows, length = [part.sequence.number for part in parts], sum([part.start for part in parts])
+        rows = [part.sequence.number for part in parts]
+        length = sum([len(part.sequence.tokens) for part in parts])
         if not (self.pace.next_step(rows, length) and asked):
             return drafts
         self._steps += 1
