@@ -21,6 +21,7 @@ _SIZE = re.compile(
 
 _SPELLED = {
     "budget_bytes": "--cache-bytes",
+    "data_parallel_size": "--data-parallel-size",
     "host_bytes": "--host-bytes",
     "ignore_config_keys": "--ignore-config-key",
     "max_model_len": "--max-model-len",

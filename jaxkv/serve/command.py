@@ -22,6 +22,7 @@ from jaxkv.options import (
     size,
     speculation_of_options,
 )
+from jaxkv.replicas.devices import replica_count
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.terminal import Screen
@@ -111,6 +112,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "dummy"),
         default="auto",
         help="dummy draws random weights, for measurements (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data-parallel-size",
+        type=size,
+        default=1,
+        metavar="N",
+        help="replicas of the model, each on --tensor-parallel-size devices of its own; a request goes to the one that "
+        "has cached its prefix, unless another has much less to do (default: %(default)s)",
     )
     add_processor_option(parser)
     add_speculation_options(parser)
@@ -276,17 +285,18 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
     from jaxkv.serve.http.auth import ApiKeys
     from jaxkv.serve.http.service import Service
     from jaxkv.serve.listener import open_listener, url_of
+    from jaxkv.serve.replicas import ReplicaProcesses
     from jaxkv.serve.server import Server, uvicorn_config
 
     options.model = _model(options)
-    start = _start(options)
+    start, replicas = _start(options), replica_count(options.data_parallel_size)
     keys = ApiKeys(_keys(options))
     limits = _limits(options)
     _allow_descriptors(limits.connections + limits.lingering + _DESCRIPTORS)
     name = _served_name(options, start.lora_modules)
 
     async def run() -> int:
-        engine = EngineProcess(start)
+        engine = EngineProcess(start) if replicas == 1 else ReplicaProcesses(start, replicas)
         service = Service(
             engine.client,
             None,

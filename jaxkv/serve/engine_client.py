@@ -52,6 +52,10 @@ class EngineLost(RuntimeError):
     """The engine process has ended or is ending; no call of it goes on."""
 
 
+class ReplicaLost(EngineLost):
+    """One of several engine processes has ended, and the others go on; the message names it."""
+
+
 class SlowReader(RuntimeError):
     """The call was aborted, because its reader left more than `MAX_UNREAD_TOKENS` tokens unread."""
 
@@ -159,6 +163,7 @@ class EngineClient:
         last_words: what the engine process wrote about its failure, for the log; empty if it wrote nothing.
         exit_code: what the engine process wrote about its exit code, see `jaxkv.serve.exit_codes`.
         on_step: called with each frame of new tokens, after the calls have them.
+        replica: its name among several engine processes; empty if it is the only one.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -169,6 +174,7 @@ class EngineClient:
         self.last_words = ""
         self.exit_code = exit_codes.FAILED
         self.on_step: Callable[[StepDone], None] | None = None
+        self.replica = ""
         self._end = end
         self._writer = FrameWriter(end)
         self._frames = frames_from_engine()
@@ -292,7 +298,8 @@ class EngineClient:
         """Fails all calls and refuses new ones; only the first reason counts."""
         if self.failure is not None:
             return
-        self.failure, self.exit_code = EngineLost(why), code
+        named = ReplicaLost(f"{self.replica}: {why}") if self.replica else EngineLost(why)
+        self.failure, self.exit_code = named, code
         if self._loop is not None:
             self._loop.remove_reader(self._end)
             self._loop.remove_writer(self._end)

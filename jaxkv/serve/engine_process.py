@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxkv.serve import exit_codes
 from jaxkv.serve.engine_client import EngineClient
@@ -25,6 +27,7 @@ class EngineProcess:
     Args:
         start: what it loads.
         program: the module that it runs.
+        environment: further variables.
 
     Attributes:
         client: sends it requests and receives its tokens.
@@ -33,7 +36,12 @@ class EngineProcess:
         OSError: no process could be started.
     """
 
-    def __init__(self, start: Start, program: str = "jaxkv.serve.engine_program") -> None:
+    def __init__(
+        self,
+        start: Start,
+        program: str = "jaxkv.serve.engine_program",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -42,7 +50,7 @@ class EngineProcess:
                     [sys.executable, "-P", "-m", program, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env=_environment(),
+                    env={**_environment(), **environment},
                     # A terminal's Ctrl-C is for the HTTP process, which then ends this one in order.
                     process_group=0,
                 )

@@ -31,6 +31,7 @@ from jaxkv.llm import LLM
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.monitoring.inspection import draw
 from jaxkv.options import processor_functions
+from jaxkv.replicas.router import block_sizes
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.served_sample import ServedSample, take_news
@@ -157,6 +158,7 @@ class EngineServer:
 
     def _facts(self) -> Ready:
         llm = self._llm
+        page_size, cache_tokens = block_sizes(llm.layout, llm.budget.counts)
         model_type = read_config_json(llm.directory).get("model_type", "")
         return Ready(
             directory=str(llm.directory),
@@ -165,6 +167,8 @@ class EngineServer:
             max_sequences=self._engine.sequence_runner.max_rows,
             eos_ids=llm.eos_ids,
             model_type=model_type if isinstance(model_type, str) else "",
+            page_size=page_size,
+            cache_tokens=cache_tokens,
             sampling_defaults=dict(self._sampling_defaults),
         )
 

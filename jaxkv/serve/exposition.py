@@ -45,8 +45,9 @@ class _Metrics(Collector):
     def __init__(self, recorder: Recorder, snapshot: Snapshot, model_name: str) -> None:
         self._recorder = recorder
         self._snapshot = snapshot
-        # vLLM numbers its engines; there is one here.
-        self._labels: Labels = (("model_name", model_name), ("engine", "0"))
+        # The engines of replicas are numbered as vLLM does it; what the server counts itself has the first number.
+        self._model: Labels = (("model_name", model_name),)
+        self._labels: Labels = (*self._model, ("engine", "0"))
 
     def describe(self) -> list[Metric]:
         """Returns no names, because names are checked where several collectors share a registry."""
@@ -54,9 +55,23 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields each metric."""
-        yield from self._of_the_engine(self._snapshot.stats)
         yield from self._of_requests(self._recorder)
-        yield from self._of_our_own(self._snapshot.stats)
+        yield from self._of_engines(self._snapshot.stats.get("replicas") or [self._snapshot.stats])
+
+    def _of_engines(self, engines: Sequence[Mapping[str, Any] | None]) -> Iterator[Metric]:
+        """Yields the metrics of one or several engines, each with its number; of a lost one that it is down."""
+        found: dict[str, Metric] = {}
+        first = self._labels
+        for number, stats in enumerate(engines):
+            self._labels = (*self._model, ("engine", str(number)))
+            up = self._gauge("jaxkv:engine_up", "1 while the engine works.", stats is not None)
+            made = [] if stats is None else [*self._of_the_engine(stats), *self._of_our_own(stats)]
+            for metric in (up, *made):
+                known = found.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples += metric.samples
+        self._labels = first
+        yield from found.values()
 
     def _of_the_engine(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
         prefix = stats["prefix"] or {"tokens_reused": 0, "tokens_computed": 0}

@@ -16,6 +16,7 @@ from jaxkv.serve.engine_client import (
     RequestRefused,
     SlowReader,
 )
+from jaxkv.serve.replicas import ReplicaClient
 from jaxkv.serve.wire import GENERATION_FAILED, Tokens
 from jaxkv.text.bad_words import forbid_words
 from jaxkv.text.text_stream import TextStream
@@ -273,7 +274,7 @@ class Generation:
 
 
 def generate(
-    client: EngineClient,
+    client: EngineClient | ReplicaClient,
     tokenizer: Tokenizer | None,
     prompt: Sequence[int],
     params: SamplingParams,
@@ -285,7 +286,7 @@ def generate(
     """Begins one prompt in the engine; returns its texts.
 
     Args:
-        client: the engine process.
+        client: the engine process, or those of several replicas.
         tokenizer: the tokenizer of the model; `None` if it has none.
         prompt: token ids of the prompt.
         params: sampling parameters.

@@ -20,6 +20,7 @@ from jaxkv.serve.engine_process import EngineProcess
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.http.protocol import connection_protocol
 from jaxkv.serve.http.service import Service
+from jaxkv.serve.replicas import ReplicaProcesses
 from jaxkv.text.tokenizer import load_tokenizer
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -35,7 +36,7 @@ class Server:
     """One HTTP server and its engine process.
 
     Args:
-        engine: the engine process, just started.
+        engine: the engine process, or those of several replicas, just started.
         service: what the routes share; its tokenizer is loaded when the engine is ready.
         config: the config of the HTTP server, with the routes.
         listener: the listening socket, which the server closes.
@@ -45,7 +46,7 @@ class Server:
 
     def __init__(
         self,
-        engine: EngineProcess,
+        engine: EngineProcess | ReplicaProcesses,
         service: Service,
         config: uvicorn.Config,
         listener: socket.socket,

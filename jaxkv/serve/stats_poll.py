@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxkv.serve.engine_client import EngineClient, EngineLost
+from jaxkv.serve.replicas import ReplicaClient
 
 GOOD_SECONDS = 0.5
 """Age up to which statistics are returned again without asking the engine."""
@@ -35,14 +36,14 @@ class Snapshot:
 
 
 class StatsPoll:
-    """Asks one engine. All methods belong to one event loop.
+    """Asks one engine, or several replicas. All methods belong to one event loop.
 
     Args:
         client: the engine process.
         pages: ask for the picture of the engine too.
     """
 
-    def __init__(self, client: EngineClient, *, pages: bool) -> None:
+    def __init__(self, client: EngineClient | ReplicaClient, *, pages: bool) -> None:
         self._client = client
         self._pages = pages
         self._stats: dict[str, Any] | None = None

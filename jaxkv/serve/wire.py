@@ -127,6 +127,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_sequences: most sequences that run at once.
         eos_ids: ids that end a text.
         model_type: `model_type` of config.json.
+        page_size, cache_tokens: see `jaxkv.replicas.router.block_sizes`.
         sampling_defaults: fields of `SamplingParams` for requests that do not give them.
     """
 
@@ -136,6 +137,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_sequences: int
     eos_ids: tuple[int, ...]
     model_type: str
+    page_size: int = 64
+    cache_tokens: int = 2**20
     sampling_defaults: dict[str, int | float] = {}
 
 

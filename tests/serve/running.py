@@ -27,10 +27,10 @@ class Running:
         ready: set when it is ready.
     """
 
-    def __init__(self, start, program, app, drain_seconds, limits):
+    def __init__(self, start, program, app, drain_seconds, limits, processes=EngineProcess):
         listener = open_listener("127.0.0.1", 0, has_keys=False)
         self.url = url_of(listener, "127.0.0.1")
-        engine = EngineProcess(start, program)
+        engine = processes(start, program)
         self.pid = engine._process.pid
         self.client = engine.client
         self.service = Service(engine.client, None, "served", limits or Limits())

@@ -1,7 +1,7 @@
 """The view: the JSON that the dashboard and `jaxkv inspect` show. It has numbers, but no text or token of a request."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv.serve.metrics import Histogram, Recorder
@@ -38,11 +38,12 @@ def server_view(
         finished: finish reason -> number of samples.
     """
     stats = {name: value for name, value in snapshot.stats.items() if name not in _PARTS}
+    replicas = stats.pop("replicas", [])
     return {
         "model": model_name,
         "about": f"jaxkv {__version__}, {stats['implementation']} on {stats['device']}",
         "state": _state(snapshot, alive),
-        "facts": [],
+        "facts": _facts(replicas),
         "stats": stats,
         "sizes": {},
         **{name: snapshot.stats[name] for name in _PARTS},
@@ -51,6 +52,14 @@ def server_view(
         "inter_token": _buckets(recorder.inter_token_seconds),
         "finished": recorder.finished,
     }
+
+
+def _facts(replicas: Sequence[Mapping[str, Any] | None]) -> list[tuple[str, str]]:
+    """Returns what is to be said of replicas, whose figures are added up."""
+    if not replicas:
+        return []
+    up = sum(one is not None for one in replicas)
+    return [("replicas", f"{up} of {len(replicas)} work; pages are those of one")]
 
 
 def _state(snapshot: Snapshot, alive: Alive) -> str:

@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, SlowReader
+from jaxkv.serve.engine_client import (
+    EngineBusy,
+    EngineLost,
+    ReplicaLost,
+    RequestRefused,
+    SlowReader,
+)
 from jaxkv.wording import clip
 
 _KINDS = {
@@ -106,6 +112,8 @@ def from_engine(error: Exception, retry_after: int) -> ApiError:
             return unavailable(
                 "engine_busy", "the engine cannot begin the request now; try again", retry_after
             )
+        case ReplicaLost():
+            return unavailable("replica_lost", f"{error}; try again", retry_after)
         case EngineLost():
             return unavailable(
                 "engine_unavailable", "the engine has stopped; the server is ending", retry_after

@@ -13,6 +13,7 @@ from jaxkv.serve.http.errors import ApiError, bad_request, from_engine, unavaila
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.metrics import Recorder
 from jaxkv.serve.parsers.choose import ParserChoice, choose_parsers
+from jaxkv.serve.replicas import ReplicaClient
 from jaxkv.serve.stats_poll import StatsPoll
 from jaxkv.serve.token_texts import TokenTexts
 from jaxkv.serve.wire import Ready
@@ -41,7 +42,7 @@ class Service:
     """The served model. All methods belong to one event loop.
 
     Attributes:
-        client: the engine process.
+        client: the engine process, or those of several replicas.
         tokenizer: the tokenizer of the model; `None` if it has none.
         model_name: the name that requests give.
         limits: bounds on requests.
@@ -57,7 +58,7 @@ class Service:
         token_texts: texts of single tokens.
     """
 
-    client: EngineClient
+    client: EngineClient | ReplicaClient
     tokenizer: Tokenizer | None
     model_name: str
     limits: Limits = field(default_factory=Limits)
