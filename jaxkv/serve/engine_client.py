@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+from jaxkv.config.plain_sampling import pack_sampling
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.serve import exit_codes
 from jaxkv.serve.wire import (
@@ -31,7 +32,6 @@ from jaxkv.serve.wire import (
     Tokens,
     WireDamaged,
     frames_from_engine,
-    pack_sampling,
 )
 
 MAX_UNREAD_TOKENS = 8192

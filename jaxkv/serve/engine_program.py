@@ -22,6 +22,7 @@ from types import MappingProxyType
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.lora import LoraConfig
+from jaxkv.config.plain_sampling import unpack_sampling
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.recovery import is_fatal, is_loss
@@ -52,7 +53,6 @@ from jaxkv.serve.wire import (
     Submit,
     ToEngine,
     WireDamaged,
-    unpack_sampling,
 )
 from jaxkv.weights.directory import read_config_json
 

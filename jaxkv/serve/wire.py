@@ -8,15 +8,9 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from typing import Any
 
 import msgspec
-
-from jaxkv.config.processor_calls import ProcessorCalls
-from jaxkv.config.reasoning_tokens import ReasoningTokens
-from jaxkv.config.sampling import SamplingParams, TokenBias, kept_sampling
-from jaxkv.config.structured_outputs import StructuredOutputs
 
 MAX_FRAME_BYTES = 256 * 2**20
 """Longest frame that is read; a longer one means that the stream is damaged."""
@@ -75,7 +69,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     Attributes:
         call: number of the call, chosen by the HTTP process and never used again.
         ids: token ids of the prompt.
-        sampling: see `pack_sampling`.
+        sampling: see `jaxkv.config.plain_sampling`.
         priority: lower numbers are served first.
         salt: only requests of the same salt share cached pages.
     """
@@ -374,41 +368,3 @@ class FrameWriter:
         poll = select.poll()
         poll.register(self._end, select.POLLOUT)
         poll.poll(1000 * seconds)
-
-
-# Sampling parameters.
-
-_DEFAULTS = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
-
-
-def pack_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Returns the fields of sampling parameters that differ from their defaults, as plain values."""
-    return {
-        name: _plain(value)
-        for name, default in _DEFAULTS.items()
-        if (value := getattr(params, name)) is not default and value != default
-    }
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, TokenBias | ProcessorCalls):
-        return dict(value)
-    if not isinstance(value, StructuredOutputs):
-        return value
-    form = {value.kind: getattr(value, value.kind)}
-    return form if value.reasoning is None else form | {"reasoning": asdict(value.reasoning)}
-
-
-def unpack_sampling(packed: dict[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters of `pack_sampling`.
-
-    Raises:
-        ValueError: a field is unknown or out of range.
-    """
-    if "structured_outputs" not in packed:
-        return kept_sampling(packed)
-    form = dict(packed["structured_outputs"])
-    if "reasoning" in form:
-        form["reasoning"] = ReasoningTokens(**form["reasoning"])
-    made: dict[str, Any] = packed | {"structured_outputs": StructuredOutputs(**form)}
-    return SamplingParams(**made)

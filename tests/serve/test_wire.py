@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from jaxkv import ReasoningTokens, SamplingParams, StructuredOutputs
+from jaxkv.config.plain_sampling import pack_sampling, unpack_sampling
 from jaxkv.serve.wire import (
     Abort,
     FrameWriter,
@@ -19,8 +20,6 @@ from jaxkv.serve.wire import (
     frame,
     frames_from_engine,
     frames_to_engine,
-    pack_sampling,
-    unpack_sampling,
 )
 
 MESSAGES = [

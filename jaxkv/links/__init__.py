@@ -1,0 +1,1 @@
+"""Messages between the processes of one program: values as bytes, and the sockets that carry them."""
