@@ -5,6 +5,7 @@ and posts each generated piece to the event loop of its caller. No event loop wa
 """
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -29,6 +30,8 @@ from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
 from jaxkv.given_samples import Outputs
 from jaxkv.llm import LLM
 from jaxkv.models.protocol import Params
+from jaxkv.replicas.async_front import AsyncReplicatedLLM
+from jaxkv.replicas.front import ReplicatedLLM
 from jaxkv.rollout import Rollout, rollout_of
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.text.prompts import Prompt, as_call, one_each, one_sample
@@ -85,7 +88,8 @@ class AsyncLLM:
         ...         print(piece.text, end="")
 
     Args:
-        llm: the model to serve, with its `EngineConfig`.
+        llm: the model to serve, with its `EngineConfig`; of replicas, an `AsyncReplicatedLLM` with these
+            methods is made.
 
     Raises:
         ValueError: `llm` is no `LLM`.
@@ -107,6 +111,16 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._serve, name="jaxkv-engine", daemon=True)
         self._thread.start()
 
+    # Hidden from type checkers, for which an `AsyncLLM` is an `AsyncLLM`.
+    if not TYPE_CHECKING:
+
+        def __new__(cls, llm):  # noqa: ANN001, ANN204
+            """Returns a new `AsyncLLM`; of replicas, an object with its methods."""
+            is_replicated = isinstance(llm, ReplicatedLLM)
+            return AsyncReplicatedLLM(llm) if is_replicated else super().__new__(cls)
+
+        __new__.__signature__ = inspect.signature(__init__)
+
     async def __aenter__(self) -> Self:
         """Returns itself."""
         return self
@@ -119,6 +133,11 @@ class AsyncLLM:
     ) -> None:
         """Closes it."""
         await self.close()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended the engine; `None` while it works."""
+        return self._failure
 
     async def close(self) -> None:
         """Aborts all requests and ends the thread. A second call does nothing."""
@@ -231,15 +250,28 @@ class AsyncLLM:
             priority=priority,
             salt=given["salt"],
         )
-        calls = self._queue(requests)
-        await self._ends_of(calls)
         made = rollout_of(
-            [output_of(call.samples, self._llm.tokenizer) for call in calls],
+            await self.outputs_of(requests),
             prompt_width=prompt_width,
             output_width=output_width,
             pad_id=pad_id,
         )
         return made if device is None else made.to(device)
+
+    async def outputs_of(self, requests: Sequence[list[Request]]) -> list[RequestOutput]:
+        """Runs requests of `LLM.requests`, beside other callers; returns the output of each prompt.
+
+        A request that failed has the `finish_reason` "error". Cancelling the call aborts its requests.
+
+        Args:
+            requests: the samples of each prompt.
+
+        Raises:
+            OutOfPages, OutOfStates, RuntimeError: as for `rollout`.
+        """
+        calls = self._queue(requests)
+        await self._ends_of(calls)
+        return [output_of(call.samples, self._llm.tokenizer) for call in calls]
 
     async def score(
         self,
@@ -277,7 +309,7 @@ class AsyncLLM:
         if outputs is None:
             texts = await asyncio.to_thread(self._llm.whole_texts, prompts, given)
             return [
-                await self._run_in_engine(partial(self._engine.score_text, text, lora))
+                await self.between_steps(partial(self._engine.score_text, text, lora))
                 for text in texts
             ]
         replay = await asyncio.to_thread(
@@ -295,7 +327,7 @@ class AsyncLLM:
         requests: str = "continue",
     ) -> WeightVersion:
         """Replaces the model's parameters between two steps, while requests run; see `LLM.update_weights`."""
-        return await self._run_in_engine(
+        return await self.between_steps(
             lambda: self._engine.update_weights(params, version=version, requests=requests)
         )
 
@@ -305,27 +337,28 @@ class AsyncLLM:
         """Loads an adapter between two steps, while requests run; see `LLM.add_lora`."""
         engine = self._engine
         factors = await asyncio.to_thread(engine.adapters.read, path)
-        return await self._run_in_engine(
+        return await self.between_steps(
             lambda: engine.adapters.add(name, factors, version, engine.adapters_in_use)
         )
 
     async def remove_lora(self, name: str) -> None:
         """Removes an adapter between two steps; see `LLM.remove_lora`."""
         engine = self._engine
-        await self._run_in_engine(lambda: engine.adapters.remove(name, engine.adapters_in_use))
+        await self.between_steps(lambda: engine.adapters.remove(name, engine.adapters_in_use))
 
     async def sleep(self, level: int = 1) -> None:
         """Gives memory on the device back; see `LLM.sleep`. Requests in progress wait, and new ones raise."""
-        await self._run_in_engine(lambda: self._engine.sleep(level))
+        await self.between_steps(lambda: self._engine.sleep(level))
 
     async def wake_up(self) -> None:
         """Makes the cache again after `sleep`, and continues the requests in progress; see `LLM.wake_up`."""
-        await self._run_in_engine(self._engine.wake_up)
+        await self.between_steps(self._engine.wake_up)
 
-    async def _run_in_engine[T](self, call: Callable[[], T]) -> T:
+    async def between_steps[T](self, call: Callable[[], T]) -> T:
         """Runs a call in the engine's thread between two steps; returns its result, or raises its error.
 
-        A call that finds too few free pages runs again after the next step, if there is one.
+        The call may use the `LLM` itself, whose other callers are refused. If it finds too few free pages, it runs
+        again after the next step, if there is one.
         """
         result: Future[T] = Future()
 
@@ -428,6 +461,7 @@ class AsyncLLM:
 
     def _serve(self) -> None:
         try:
+            self._llm.lock.let_in_borrower()
             self._loop.run()
         except BaseException as error:
             _LOG.exception("the engine has failed; all open requests raise an error")

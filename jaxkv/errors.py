@@ -24,6 +24,10 @@ class CachePoisoned(Exception):
     """
 
 
+class ReplicaLost(RuntimeError):
+    """The process of a replica has ended (`LLM(data_parallel_size=...)`); the message names it."""
+
+
 class CorruptBooks(RuntimeError):
     """The records of the holders of pages and states contradict each other; the message names the ids."""
 

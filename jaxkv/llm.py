@@ -67,6 +67,8 @@ from jaxkv.plan import (
 )
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
+from jaxkv.replicas.devices import replica_count
+from jaxkv.replicas.front import ReplicatedLLM
 from jaxkv.rollout import Rollout, column_count, rollout_of
 from jaxkv.runner.adapter_stacks import AdapterStacks, stack_bytes
 from jaxkv.runner.model_runner import ModelRunner
@@ -171,6 +173,54 @@ def _seed_source(seed: int | None) -> Callable[[int], int]:
     return random.Random(as_int("seed", seed, -(2**63), 2**64 - 1) % 2**64).getrandbits
 
 
+def _replicas_of(
+    count: int,
+    model: str | Path | None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    implementation: str | None = None,
+    strict: bool = False,
+    progress: bool = True,
+    seed: int | None = None,
+    load_format: str = "auto",
+    ignore_config_keys: Sequence[str] = (),
+    quantization: str | None = None,
+    logits_processors: Mapping[str, LogitsProcessor] | None = None,
+    lora: LoraConfig | bool | None = None,
+    speculation: SpeculationConfig | None = None,
+    tensor_parallel_size: int = 1,
+    **options: object,
+) -> ReplicatedLLM:
+    """Returns replicas behind one front, given the arguments of `LLM`."""
+    known = inspect.signature(LLM.__init__).parameters
+    cache, engine = merge_configs(cache, engine, options, known, speculation=speculation)
+    _check_options(model, revision, load_format, strict=strict, progress=progress)
+    return ReplicatedLLM(
+        count,
+        model,
+        cache=cache,
+        engine=engine,
+        lora=lora_of(lora, options),
+        seed=seed,
+        draw_seed=_seed_source(seed),
+        progress=progress,
+        logits_processors=logits_processors,
+        revision=revision,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        implementation=implementation,
+        strict=strict,
+        load_format=load_format,
+        ignore_config_keys=list(ignore_config_keys),
+        quantization=quantization,
+        tensor_parallel_size=as_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16),
+    )
+
+
 class LLM:
     """A model ready to generate.
 
@@ -213,6 +263,8 @@ class LLM:
             too.
         tensor_parallel_size: number of devices that compute the model together, each a part of every layer, see
             `TensorParallel`.
+        data_parallel_size: number of replicas of the model, each in a process and on devices of its own, behind this
+            one front: `LLM(data_parallel_size=2)` is a `ReplicatedLLM`, which has the methods of this class.
         options: fields of `cache`, `engine` and `lora` under vLLM's names, such as `max_num_seqs`;
             `jaxkv.config.vllm_names` lists them. They replace what `cache`, `engine` and `lora` have.
 
@@ -246,8 +298,10 @@ class LLM:
         lora: LoraConfig | bool | None = None,
         speculation: SpeculationConfig | None = None,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         **options: object,
     ) -> None:
+        assert data_parallel_size == 1, "`__new__` makes replicas"
         refuse_forked_user()
         known = inspect.signature(LLM).parameters
         cache, engine = merge_configs(cache, engine, options, known, speculation=speculation)
@@ -290,6 +344,17 @@ class LLM:
         self._allocate(
             whole_or_divided, load, weights, dtype, cache, engine, programs, logits_processors, room
         )
+
+    # Hidden from type checkers, for which an `LLM` is an `LLM`.
+    if not TYPE_CHECKING:
+
+        def __new__(cls, model=None, *, data_parallel_size=1, **options):  # noqa: ANN001, ANN003, ANN204
+            """Returns a new `LLM`; replicas with its methods if there are to be several."""
+            if replica_count(data_parallel_size) == 1:
+                return super().__new__(cls)
+            return _replicas_of(data_parallel_size, model, **options)
+
+        __new__.__signature__ = inspect.signature(__init__)
 
     @classmethod
     def from_parts(

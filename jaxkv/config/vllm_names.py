@@ -43,9 +43,10 @@ ALIASES = (
     Alias("cache_salt", "call", "salt"),
 )
 """In the order of README's table. `dtype`, `revision`, `max_model_len`, `load_format`, `quantization`,
-`tensor_parallel_size` and most fields of `SamplingParams` have equal names in both."""
+`tensor_parallel_size`, `data_parallel_size` and most fields of `SamplingParams` have equal names in both."""
 
 _UNSUPPORTED = {
+    "data_parallel_size": "LLM(model, data_parallel_size=...) makes replicas of a directory; LLM.from_parts has one",
     "best_of": "ask for n samples and choose among them",
     "use_beam_search": "there is no beam search; ask for n samples",
     "guided_decoding": "structured_outputs=StructuredOutputs(json=...) constrains tokens by a grammar",

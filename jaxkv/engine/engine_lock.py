@@ -47,6 +47,7 @@ class EngineLock:
         self._changed = threading.Condition()
         self._thread: int | None = None
         self._lent = False
+        self._borrower: int | None = None
         self._closed = False
         self._process = os.getpid()
         self._deferred: deque[Callable[[], None]] = deque()
@@ -98,11 +99,15 @@ class EngineLock:
                 )
             self._lent = True
 
+    def let_in_borrower(self) -> None:
+        """Lets the calling thread acquire the lock while it is lent: it is the borrower's own."""
+        self._borrower = threading.get_ident()
+
     def take_back(self) -> None:
         """Ends a loan; see `lend`."""
         with self._changed:
             self._release()
-            self._lent = False
+            self._lent, self._borrower = False, None
 
     def close(self) -> None:
         """Closes the lock for good; the thread that holds it calls this."""
@@ -117,9 +122,9 @@ class EngineLock:
             raise RuntimeError(CLOSED)
 
     def refuse_if_lent(self) -> None:
-        """Raises `RuntimeError` if the lock is lent or closed, or this process is a forked child."""
+        """Raises `RuntimeError` if the lock is lent to another thread or closed, or this process is a forked child."""
         self.refuse_if_closed()
-        if self._lent:
+        if self._lent and self._borrower != threading.get_ident():
             raise RuntimeError(LENT)
 
     def defer(self, action: Callable[[], None]) -> None:

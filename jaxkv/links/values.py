@@ -58,7 +58,7 @@ class Values:
             return value.item()
         if isinstance(value, list):
             return [self._plain(item, buffers) for item in value]
-        if (name := type(value).__name__) in self._records:
+        if self._records.get(name := type(value).__name__) is type(value):
             return {name: [self._plain(item, buffers) for item in _parts(value)]}
         if isinstance(value, tuple):
             return {"tuple": [self._plain(item, buffers) for item in value]}

@@ -16,6 +16,15 @@ def replica_count(count: int) -> int:
     return as_int("data_parallel_size", count, 1, MOST)
 
 
+def child_environment() -> dict[str, str]:
+    """Returns the variables with which a child process finds the same jaxkv as this one."""
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def replica_environments(replicas: int, devices: int) -> list[dict[str, str]]:
     """Returns the variables for the process of each replica; replica i has the devices [i * devices, (i+1) * devices).
 

@@ -89,6 +89,11 @@ class ModelRunner:
         return self._param_types.dtype
 
     @property
+    def param_types(self) -> Params:
+        """The parameters' tree with `jax.ShapeDtypeStruct`s as leaves, also while they are dropped."""
+        return self._param_types.tree
+
+    @property
     def stacks(self) -> Mapping[str, LowRank]:
         """Dotted path of a parameter -> the adapters' factors; empty without adapters."""
         return {} if self.adapters is None else self.adapters.arrays

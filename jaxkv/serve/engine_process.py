@@ -1,14 +1,13 @@
 """Starts the engine process and connects it to this one; when either ends, the other ends too."""
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
+from jaxkv.replicas.devices import child_environment
 from jaxkv.serve import exit_codes
 from jaxkv.serve.engine_client import EngineClient
 from jaxkv.serve.wire import Start, frame
@@ -50,7 +49,7 @@ class EngineProcess:
                     [sys.executable, "-P", "-m", program, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env={**_environment(), **environment},
+                    env={**child_environment(), **environment},
                     # A terminal's Ctrl-C is for the HTTP process, which then ends this one in order.
                     process_group=0,
                 )
@@ -74,12 +73,3 @@ class EngineProcess:
             self._process.kill()
             code = await asyncio.to_thread(self._process.wait)
         return code if reported == exit_codes.FAILED and code in _CODES else reported
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment in which the process finds the same jaxkv as this one."""
-    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "PYTHONUNBUFFERED": "1",
-    }

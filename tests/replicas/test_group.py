@@ -1,0 +1,94 @@
+"""A change that some replicas have made and others not ends the others; the rest of a group without processes."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from jaxkv.errors import ReplicaLost
+from jaxkv.replicas import group as module
+from jaxkv.replicas.group import ReplicaGroup
+from jaxkv.replicas.messages import Facts
+from jaxkv.replicas.replica import Replica
+
+FACTS = Facts(
+    eos_ids=(0,),
+    max_model_len=64,
+    vocab_size=99,
+    max_sequences=4,
+    block=16,
+    cache_tokens=640,
+    repeats_bits=False,
+)
+
+
+class FakeReplica(Replica):
+    """A replica without a process; `outcome` is what its calls give."""
+
+    failure = None
+    made = ()
+
+    def __init__(self, number, count, options, environment):
+        self.name, self.num_open = f"replica {number} of {count}", 0
+        self.outcome, self.loaded = None, Future()
+        if options.get("fails") == number:
+            self.loaded.set_exception(ValueError("no such model"))
+        else:
+            self.loaded.set_result(FACTS)
+        FakeReplica.made.append(self)
+
+    def call(self, operation, arguments, **options):
+        result = Future()
+        if isinstance(self.outcome, Exception):
+            result.set_exception(self.outcome)
+        else:
+            result.set_result(self.outcome)
+        return result
+
+    def close(self):
+        self.failure = ReplicaLost(f"{self.name} was closed")
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Makes groups of fake replicas."""
+    monkeypatch.setattr(module, "Replica", FakeReplica)
+    monkeypatch.setattr(FakeReplica, "made", [])
+    return lambda **options: ReplicaGroup(3, {"tensor_parallel_size": 1, **options})
+
+
+def test_a_change_that_all_make_returns_its_result(make):
+    group = make()
+    for replica in group.replicas:
+        replica.outcome = 7
+    assert group.settle(group.all("update_weights")) == 7
+
+
+def test_a_change_that_all_refuse_ends_none(make):
+    group = make()
+    for replica in group.replicas:
+        replica.outcome = ValueError("wrong shape")
+    with pytest.raises(ValueError, match="wrong shape"):
+        group.settle(group.all("update_weights"))
+    assert len(group.live) == 3
+
+
+def test_a_replica_that_fails_where_others_do_not_is_ended_and_named(make, caplog):
+    group = make()
+    group.replicas[1].outcome = MemoryError("no room")
+    assert group.settle(group.all("update_weights")) is None
+    assert [replica.name for replica in group.live] == ["replica 0 of 3", "replica 2 of 3"]
+    assert "replica 1 of 3 is ended, since a change failed there" in caplog.text
+
+
+def test_a_replica_that_cannot_load_the_model_ends_all(make):
+    with pytest.raises(ValueError, match="no such model"):
+        make(fails=2)
+    assert all(replica.failure is not None for replica in FakeReplica.made)
+    assert len(FakeReplica.made) == 3
+
+
+def test_without_a_replica_every_call_says_which_one_was_last(make):
+    group = make()
+    group.close()
+    with pytest.raises(ReplicaLost, match="replica 2 of 3 was closed"):
+        group.all("stats")
