@@ -374,6 +374,7 @@ def _generate(
             host["bias_ids"] if features.penalties else None,
             host["bias_values"] if features.penalties else None,
             host["processor_words"].at[:, 0].set(lens) if features.processors else None,
+            lens,
         )
         cache = cache.with_layer(model.num_layers, choices)
     limits = Limits(**{name: host[name] for name in ("max_tokens", "min_tokens", "stop_ids")})

@@ -491,6 +491,7 @@ class LLM:
             free_bytes=free_bytes(cache.memory_share, weights=weights),
             ahead=tokens_ahead(model, cache, engine, self.max_model_len),
             processor_words=processors.num_words,
+            speculation=engine.speculation,
         )
         check_room(weights, self.budget.bytes)
         runner = ModelRunner(

@@ -24,7 +24,9 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
+from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.steps.multi_step import choose_num_steps, declare_multi_steps
+from jaxkv.engine.steps.step_sizes import text_drafter_of
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
@@ -37,7 +39,8 @@ from jaxkv.models.tensor_parallel import TensorParallel, over_devices
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import Cost, cost_name, read_costs
 from jaxkv.programs.jax_cache import enable_compile_cache
-from jaxkv.runner.cache_programs import CopySpec
+from jaxkv.runner.buckets import power_of_two_buckets
+from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
 from jaxkv.sampling.features import Features
@@ -125,6 +128,7 @@ def plan_cache(
     free_bytes: int | None,
     ahead: int | None = None,
     processor_words: int = 0,
+    speculation: SpeculationConfig | None = None,
 ) -> tuple[CacheLayout, Budget]:
     """Returns the cache's groups and the number of pages and states of each, the sampling group included.
 
@@ -138,6 +142,7 @@ def plan_cache(
         ahead: tokens that steps in flight write before pages out of their windows are freed, see `tokens_ahead`;
             `None` if sequences keep all their pages.
         processor_words: `LogitsProcessors.num_words`; unless it is 0, the cache also holds the ids of each sequence.
+        speculation: options of drafts, for which it holds them too; `None` for none.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the message has the numbers.
@@ -150,6 +155,7 @@ def plan_cache(
         bias_entries=MAX_BIAS_ENTRIES,
         history_tokens=max_model_len,
         processor_words=processor_words,
+        drafts=0 if speculation is None else speculation.tokens,
     )
     layers = (*specs, LayerSpec(model.num_layers, choice))
     layout = group_layers(layers)
@@ -259,6 +265,7 @@ def explain_plan(
         free_bytes=free_bytes,
         ahead=tokens_ahead(model, cache, engine, length),
         processor_words=processors.num_words,
+        speculation=engine.speculation,
     )
     runs, implementation = _runs_as(model, params, layout, budget, cache)
     per_token = sum(bytes_per_token(group) for group in layout.paged_groups)
@@ -413,6 +420,7 @@ def _programs(
         checkpoints=_keeps_states(layout, model, cache, engine),
         lora=False,
         drafts=0 if engine.speculation is None else engine.speculation.tokens,
+        drafter=text_drafter_of(engine.speculation, layout),
     )
     singles = shapes.declare_all(Features())
     steps = choose_num_steps(engine.steps_per_launch, params, layout)
@@ -420,7 +428,9 @@ def _programs(
     automatic = engine.steps_per_launch is None
     multi_steps = [] if one_by_one else declare_multi_steps(singles, steps, automatic=automatic)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
-    specs = (*singles, *multi_steps, CopySpec(), *swaps)
+    widths = power_of_two_buckets(16, length) if layout.kept_drafts else ()
+    admissions = [AdmitSpec(1, width, returning=back) for back in (False, True) for width in widths]
+    specs = (*singles, *multi_steps, CopySpec(), *admissions, *swaps)
     enable_compile_cache()
     known = read_costs(cost_identity(model, params))
     costs = {spec: known[cost_name(spec)] for spec in specs if cost_name(spec) in known}

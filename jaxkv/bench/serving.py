@@ -119,7 +119,12 @@ class Served:
         params = jax.block_until_ready(model.init_params_like(jax.random.key(0), types))
         room = free_bytes(self.cache.memory_share)
         layout, budget = plan_cache(
-            model, self.cache, dtype=dtype, max_model_len=length, free_bytes=room
+            model,
+            self.cache,
+            dtype=dtype,
+            max_model_len=length,
+            free_bytes=room,
+            speculation=self.engine.speculation,
         )
         sequence_runner = SequenceRunner(
             ModelRunner(model, params, layout, budget.counts, Programs()),

@@ -241,7 +241,8 @@ class PageAllocator:
     def take_back(self, seq: int, num_tokens: int) -> None:
         """Counts the tokens from `num_tokens` on as not computed: rejected drafts. Their pages stay, see `truncate`.
 
-        The next step of the sequence writes other tokens into their slots. No in-flight step may write the sequence.
+        The next step of the sequence writes other tokens into their slots. A step in flight may write the sequence if
+        `num_tokens` is past all that it can write.
 
         Raises:
             ValueError: fewer tokens are computed, the sequence has a recurrent state, which cannot be taken back, or it

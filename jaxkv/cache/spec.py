@@ -25,6 +25,8 @@ _ROLES = (
     "bias_values",
     "token_history",
     "processor_words",
+    "text_length",
+    "drafts",
     "hidden",
     "experts",
 )
@@ -269,6 +271,12 @@ class CacheLayout:
     def keeps_outputs(self) -> bool:
         """Whether states include the last hidden state, so that the next token is sampled without computing a token."""
         return any(array.role == "hidden" for g in self.state_groups for array in g.spec.arrays)
+
+    @property
+    def kept_drafts(self) -> int:
+        """Most drafts of a sequence that the sampling group keeps, beside its text; 0 if it keeps neither."""
+        arrays = [array for group in self.in_place_groups for array in group.spec.arrays]
+        return sum(array.shape[0] for array in arrays if array.role == "drafts")
 
     @property
     def expands(self) -> int:

@@ -274,6 +274,7 @@ def sampling(
     bias_entries: int = 0,
     history_tokens: int = 0,
     processor_words: int = 0,
+    drafts: int = 0,
 ) -> StateSpec:
     """Returns the spec of the sampler's state per sequence in flight, placed after the model's last layer.
 
@@ -281,8 +282,10 @@ def sampling(
         vocab_size: number of token ids.
         penalties: store `[vocab_size]` int32 counts of output tokens and `[vocab_size]` uint8 marks of prompt tokens.
         bias_entries: most (token id, bias) pairs of a sequence; 0 for no logit bias.
-        history_tokens: most token ids of a sequence, which logits processors read.
-        processor_words: `LogitsProcessors.num_words`; 0 for no logits processors, and then no token ids are stored.
+        history_tokens: most token ids of a sequence, which logits processors and drafters read.
+        processor_words: `LogitsProcessors.num_words`; 0 for no logits processors.
+        drafts: most drafts of a sequence, which the device makes itself; 0 for none. Token ids are stored for logits
+            processors and for drafts.
     """
     arrays = [ArraySpec("last_token", (), "int32")]
     if penalties:
@@ -291,7 +294,11 @@ def sampling(
     if bias_entries:
         arrays.append(ArraySpec("bias_ids", (bias_entries,), "int32"))
         arrays.append(ArraySpec("bias_values", (bias_entries,), "float32"))
-    if processor_words:
+    if processor_words or drafts:
         arrays.append(ArraySpec("token_history", (history_tokens,), "int32"))
+    if processor_words:
         arrays.append(ArraySpec("processor_words", (processor_words,), "int32"))
+    if drafts:
+        arrays.append(ArraySpec("text_length", (), "int32"))
+        arrays.append(ArraySpec("drafts", (drafts,), "int32"))
     return StateSpec("sampling", tuple(arrays), in_place=True)

@@ -100,12 +100,13 @@ class Collector:
         tokens, finite, accepted = first.tokens, first.finite, first.rows.accepted
         has_windows, single = self._allocator.has_windows, len(steps) == 1
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
-            sequence, start, count, emits, _, drafts = part
+            sequence, _, count, emits, _, drafts = part
             if sequence.epoch != epoch:
                 if self._state_checkpoints is not None:
                     self._state_checkpoints.confirm(sequence, finite=finite[index])
                 continue
-            sequence.collected = start + count
+            # Not `start + count`: drafts of the steps before may have been taken back since this one was planned.
+            sequence.collected += count
             if not emits and not finite[index]:
                 sequence.tainted = True
             if emits:
@@ -147,8 +148,11 @@ class Collector:
 
     def _take_back(self, sequence: RequestState, drafts: Sequence[int], accepted: int) -> int:
         """Takes back the tokens of a row whose drafts were not accepted; returns the number of accepted drafts."""
-        sequence.collected -= len(drafts) - accepted
-        self._allocator.take_back(sequence.number, sequence.collected)
+        rejected = len(drafts) - accepted
+        sequence.collected -= rejected
+        sequence.unread_drafts -= len(drafts)
+        # The step in flight, if there is one, counts from the tokens that are left.
+        self._allocator.take_back(sequence.number, sequence.computed - rejected)
         if self._speculation is not None:
             self._speculation.note(len(drafts), accepted)
         return accepted

@@ -416,6 +416,8 @@ class Engine:
 
     def _dispatch_next(self) -> bool:
         """Plans and dispatches a step; returns False if there was nothing to do."""
+        if self._pipeline.is_verifying and not self._may_follow():
+            self._receive_all()
         self._advance_swap_ins()
         update_masks(list(self.scheduler.running), self._finisher)
         plan = self.scheduler.plan()
@@ -436,11 +438,23 @@ class Engine:
         return True
 
     def _may_overlap(self) -> bool:
-        """Whether the next step may be planned before the last one is read: drafts need every token on the host."""
+        """Whether the next step may be planned before the last one is read: the first drafts need all its tokens."""
         if self.speculation is None or not self.config.overlap:
             return self.config.overlap
-        drafts_next = self.speculation.is_active(self.scheduler.running)
-        return not (drafts_next or self._pipeline.is_verifying)
+        if self._pipeline.is_verifying:
+            return self._may_follow()
+        return not self.speculation.is_active(self.scheduler.running)
+
+    def _may_follow(self) -> bool:
+        """Whether the next step may verify the drafts that a step in flight makes, before that one is read."""
+        speculation, scheduler = self.speculation, self.scheduler
+        return (
+            speculation is not None
+            and self.config.overlap
+            and not self._pipeline.must_receive
+            and scheduler.only_decodes
+            and speculation.may_follow(scheduler.running)
+        )
 
     def _advance_swap_ins(self, *, wait: bool = False) -> bool:
         """Advances the swap-ins in progress; returns False if there are none."""

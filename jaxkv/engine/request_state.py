@@ -32,7 +32,7 @@ class RequestState:
     The host may be a step behind the device. The tokens of a request, as half-open ranges:
 
         [0, collected)               their steps were read by the host, without an error
-        [collected, computed)        their steps are in flight
+        [collected, computed)        their steps are in flight; with `unread_drafts`, fewer may be
         [computed, known + pending)  later steps compute them
         known = len(tokens): the prompt and the generated tokens that the host has read
         pending: tokens sampled on the device that the host has not read
@@ -46,7 +46,11 @@ class RequestState:
         status: `WAITING`, `RUNNING` or `FINISHED`.
         pages: read-only view of its pages and states; `None` while it waits.
         collected: number of its tokens whose steps the host has read.
-        pending: number of its tokens that are sampled and that the host has not read.
+        pending: number of its tokens that are sampled and that the host has not read; while drafts are verified, the
+            most that can be.
+        unread_drafts: number of its drafts in flight. So many of the tokens that count as computed and pending may be
+            taken back.
+        drafts_on_device: the device has drafts of the tokens behind its last one.
         epoch: incremented when its results in flight become invalid; rows of an older epoch are dropped.
         other_samples: samples of the same prompt that start from its pages.
         first_sample: the sample of the same prompt that this one waits for.
@@ -84,6 +88,8 @@ class RequestState:
     pages: SequenceView | None = None
     collected: int = 0
     pending: int = 0
+    unread_drafts: int = 0
+    drafts_on_device: bool = False
     epoch: int = 0
     other_samples: "list[RequestState]" = field(default_factory=list)
     first_sample: "RequestState | None" = None
@@ -274,8 +280,8 @@ class RequestState:
     def restart(self) -> None:
         """Resets all but its tokens after its pages were released; rows in flight are dropped."""
         self.pages = None
-        self.collected = self.pending = self.publishes_at = 0
-        self.tainted = self.fetched = False
+        self.collected = self.pending = self.unread_drafts = self.publishes_at = 0
+        self.tainted = self.fetched = self.drafts_on_device = False
         self.epoch += 1
 
     def forget_admission(self) -> None:

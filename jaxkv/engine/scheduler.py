@@ -178,13 +178,26 @@ class Scheduler:
             preempted=tuple(self._preempted),
         )
 
-    def dispatched(self, parts: Iterable[Part]) -> None:
-        """Records that a step of these parts was dispatched; their tokens count as computed from now on."""
+    def dispatched(self, parts: Iterable[Part], *, drafts_next: bool = False) -> None:
+        """Records that a step of these parts was dispatched; their tokens count as computed from now on.
+
+        Args:
+            parts: the parts of the step; drafts count as if all were accepted, until they are taken back.
+            drafts_next: the step ends with drafts of the next tokens, on the device.
+        """
         ends: list[tuple[int, int]] = []
-        for sequence, start, count, emits, *_ in parts:
+        for sequence, start, count, emits, _, drafts in parts:
             sequence.pending += emits
+            sequence.unread_drafts += len(drafts)
+            sequence.drafts_on_device = drafts_next
             ends.append((sequence.number, start + count))
         self._allocator.commit_all(ends)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the next plan has decode parts of running requests alone, in any order."""
+        is_full = len(self.running) >= self._max_rows
+        return not self._next_steps and (is_full or not self.waiting)
 
     def _draft(self, parts: list[Part]) -> bool:
         """Adds drafts to the decode parts of a step without prompts, as far as pages are free; returns whether any."""
@@ -195,7 +208,7 @@ class Scheduler:
                 drafts = drafts[: max(0, sequence.writable - start - 1)]
             if drafts:
                 parts[index] = drafted(parts[index], drafts)
-        return any(part.drafts for part in parts)
+        return any(part.drafts or part.sequence.unread_drafts for part in parts)
 
     def _reserve_steps(self, parts: list[Part]) -> bool:
         """Reserves pages for several decode steps; returns False if a part is no decode step or pages run out."""

@@ -48,6 +48,7 @@ class StepPipeline:
     Attributes:
         steps: number of steps sent so far.
         wait_seconds: time that `receive` has waited for the device.
+        must_receive: the last plan was not sent, because it needs the tokens of the steps in flight.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StepPipeline:
         self._in_flight: deque[InFlightStep] = deque()
         self.steps = 0
         self.wait_seconds = 0.0
+        self.must_receive = False
 
     @property
     def num_in_flight(self) -> int:
@@ -83,6 +85,7 @@ class StepPipeline:
             JaxRuntimeError: the program failed on the device, and the cache is lost.
         """
         step, began = self._in_flight.popleft(), time.perf_counter()
+        self.must_receive = False
         try:
             packed = self._runner.read(step.out)
         except jax.errors.JaxRuntimeError as error:
@@ -95,6 +98,7 @@ class StepPipeline:
     def clear(self) -> None:
         """Drops all programs in flight; their results are never read."""
         self._in_flight.clear()
+        self.must_receive = False
 
     def send(self, plan: StepPlan) -> None:
         """Prepares the cache for a plan, and sends a step of the requests whose preparation succeeded.
@@ -144,6 +148,10 @@ class StepPipeline:
             several = steps > 1
             shape = self._multi_step.shape(planned) if several else None
         if shape is not None and self._send_several(planned, shape):
+            return
+        if any(part.sequence.unread_drafts for part in planned):
+            # Only the device knows where these rows are, and only a program that verifies drafts asks it.
+            self.must_receive = True
             return
         if several:
             planned = [first_step(part) for part in planned]
@@ -203,7 +211,7 @@ class StepPipeline:
                 "a step of %d rows failed; a smaller one is tried next: %r", len(parts), error
             )
             return
-        self._scheduler.dispatched(parts)
+        self._scheduler.dispatched(parts, drafts_next=shape.drafter is not None)
         self._in_flight.append(step)
         self.steps += shape.steps
 

@@ -124,7 +124,7 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
         needed += declare_swaps(engine.runner.layout)
     if engine.experts is not None:
         needed += engine.experts.declare(held)
-    if features_for(request.params).needs_admission:
+    if features_for(request.params).needs_admission or engine.sequence_runner.keeps_texts:
         needed += _admissions(engine, request, returns=returns)
     return needed
 

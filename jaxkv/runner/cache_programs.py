@@ -231,6 +231,13 @@ class Admission:
         bias_values, bias_ids = (rest.pop(), rest.pop()) if self._bias_width else (None, None)
         outputs = rest[0] if rest else jnp.zeros((state_ids.shape[0], 0), jnp.int32)
         state = admit(
-            cache.layer(self._layer), state_ids, prompts, outputs, bias_ids, bias_values, words
+            cache.layer(self._layer),
+            state_ids,
+            prompts,
+            outputs,
+            bias_ids,
+            bias_values,
+            words,
+            jnp.sum(prompts < self._vocab, axis=1, dtype=jnp.int32),
         )
         return cache.with_layer(self._layer, state), ()

@@ -26,6 +26,7 @@ from jaxkv.sampling.features import Features
 from jaxkv.step.multi_step import decode_steps
 from jaxkv.step.score import TokenScores, score_tokens
 from jaxkv.step.step import step
+from jaxkv.step.text_drafter import TextDrafter
 from jaxkv.step.verify import verify_step
 
 _SPARE_ROWS = 8
@@ -107,6 +108,7 @@ class StepSpec(ProgramSpec["Runner"]):
             not 0.
         steps: decode steps that it runs in sequence.
         drafts: most drafts of a row that it verifies; 0 for a program that verifies none.
+        drafter: makes the next drafts at the end of a program that verifies some; `None` if the host makes them.
         masks: most different masks of rows with a grammar; 0 without `features.grammar`.
     """
 
@@ -119,6 +121,7 @@ class StepSpec(ProgramSpec["Runner"]):
     fresh: bool = False
     steps: int = 1
     drafts: int = 0
+    drafter: TextDrafter | None = None
     masks: int = 0
 
     @property
@@ -134,6 +137,7 @@ class StepSpec(ProgramSpec["Runner"]):
         sizes = f"{self.tokens}x{self.rows}x{max(self.table_widths, default=0)}"
         several = f"_{self.steps}_steps" if self.steps > 1 else ""
         several += f"_{self.drafts}_drafts" if self.drafts else ""
+        several += "_and_next" if self.drafter is not None else ""
         several += f"_{self.masks}_masks" if self.masks else ""
         return f"{'fresh_' * self.fresh}{self.kind}_{sizes}{several}"
 
@@ -147,6 +151,7 @@ class StepSpec(ProgramSpec["Runner"]):
             "fresh": self.fresh,
             "steps": self.steps if self.steps > 1 else None,
             "drafts": self.drafts or None,
+            "drafts_next": self.drafter is not None,
             "masks": self.masks or None,
         }
 
@@ -160,6 +165,7 @@ class StepSpec(ProgramSpec["Runner"]):
             and self.pending_checkpoints >= needed.pending_checkpoints
             and self.steps == needed.steps
             and self.drafts == needed.drafts
+            and self.drafter == needed.drafter
             and self.masks >= needed.masks
             # A program that reads pages can also run fresh rows, but not the other way round.
             and (needed.fresh or not self.fresh)
@@ -195,7 +201,16 @@ class StepSpec(ProgramSpec["Runner"]):
             params = _adapted(params, batch)
             if self.drafts:
                 drafts = packed_layout.drafts(self, packed[0])
-                cache, verified = verify_step(model, params, cache, batch, drafts, most=self.drafts)
+                cache, verified = verify_step(
+                    model,
+                    params,
+                    cache,
+                    batch,
+                    drafts,
+                    most=self.drafts,
+                    page_sizes=page_sizes,
+                    drafter=self.drafter,
+                )
                 return cache, pack_verified(verified)
             if self.steps == 1:
                 cache, sampled = step(model, params, cache, batch)

@@ -45,6 +45,11 @@ class SequenceRunner:
         self._numbers = count()
         self._biased: set[tuple[int, int]] = set()
 
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether the cache keeps the text of every sequence, for drafts; so each sequence is admitted."""
+        return self.runner.layout.kept_drafts > 0
+
     def new_number(self) -> int:
         """Returns an unused sequence number."""
         return next(self._numbers)

@@ -22,6 +22,7 @@ from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import LOGPROB_SIZES, features_of
+from jaxkv.step.text_drafter import TextDrafter
 
 _CHECKPOINTS_PER_ROW = 3
 _MOST_CHECKPOINTS = 16
@@ -83,6 +84,7 @@ class StepShapes:
         checkpoints: prefill programs write pending state checkpoints.
         lora: rows may name adapters.
         drafts: most drafts of a row in steps that verify them; 0 for no such steps.
+        drafter: makes the next drafts at the end of such steps; `None` if the host makes them.
 
     Attributes:
         token_buckets: tokens of prefill programs, ascending.
@@ -91,6 +93,7 @@ class StepShapes:
         lengths: tokens that page tables cover, ascending.
         pinned: whether one program runs every step.
         drafts: most drafts of a row in steps that verify them; 0 for no such steps.
+        drafter: makes the next drafts at the end of such steps; `None` if the host makes them.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class StepShapes:
         checkpoints: bool = False,
         lora: bool = False,
         drafts: int = 0,
+        drafter: TextDrafter | None = None,
     ) -> None:
         most = max(token_budget, max_tokens) if whole_prompts else token_budget
         self._paged = layout.paged_groups
@@ -121,7 +125,7 @@ class StepShapes:
         )
         self.decode_rows = row_buckets(max_rows, grain.row_factor)
         self._max_rows = max_rows
-        self.drafts = drafts
+        self.drafts, self.drafter = drafts, drafter
         self.token_budget = token_budget
         self.lengths = coarse_buckets(grain.shortest_table, max_tokens, grain.table_factor)
 
@@ -194,7 +198,8 @@ class StepShapes:
         rows = min(bucket(rows, self.decode_rows), self.most_verified)
         tokens = bucket(rows * (self.drafts + 1), self.token_buckets)
         widths = self._widths(bucket(total_tokens, self.lengths))
-        return _with_masks(StepSpec(tokens, rows, widths, features, drafts=self.drafts), masks)
+        drafts = {"drafts": self.drafts, "drafter": self.drafter}
+        return _with_masks(StepSpec(tokens, rows, widths, features, **drafts), masks)
 
     def declare_all(
         self,
@@ -264,7 +269,7 @@ def _all_features(layout: CacheLayout, *, lora: bool) -> Features:
         penalties="output_counts" in roles,
         min_tokens=True,
         grammar=True,
-        processors="token_history" in roles,
+        processors="processor_words" in roles,
         logprobs=LOGPROB_SIZES[-1],
         logprobs_modes=True,
         lora=lora,

@@ -312,12 +312,15 @@ def write_choices(
         written["output_counts"] = counts.at[state_ids, tokens].add(
             1, mode="drop", unique_indices=True
         )
-    if sampling.features.processors:
+    if "token_history" in choices:
         written["token_history"] = (
             choices["token_history"]
             .at[state_ids, positions]
             .set(tokens, mode="drop", unique_indices=True)
         )
+    if "text_length" in choices:
+        lengths = choices["text_length"].at[state_ids]
+        written["text_length"] = lengths.set(positions + 1, mode="drop", unique_indices=True)
     return {**choices, **written}
 
 
@@ -329,6 +332,7 @@ def admit(
     bias_ids: Int[Array, "rows bias_width"] | None = None,
     bias_values: Float[Array, "rows bias_width"] | None = None,
     processor_words: Int[Array, "rows words"] | None = None,
+    prompt_lengths: Int[Array, " rows"] | None = None,
 ) -> dict[str, Array]:
     """Initialises the sampling states of new requests, and overwrites the values of former owners.
 
@@ -343,12 +347,13 @@ def admit(
         bias_ids: token ids with a bias, of the cache's width; `None` if and only if the cache has none.
         bias_values: their biases.
         processor_words: words of `LogitsProcessors`; `None` if and only if the cache has none.
+        prompt_lengths: tokens of the prompts, which a cache with token histories needs.
 
     Returns:
         role -> updated array.
 
     Raises:
-        ValueError: biases or words are given although the cache has none, or are missing.
+        ValueError: biases or words are given although the cache has none, or are missing, or the lengths are.
     """
     new = {
         "last_token": choices["last_token"].at[state_ids].set(0, mode="drop", unique_indices=True)
@@ -360,9 +365,11 @@ def admit(
             new[role] = (
                 marks.add(1, mode="drop") if role == "output_counts" else marks.set(1, mode="drop")
             )
-    if "token_history" in choices and processor_words is not None:
+    if "token_history" in choices:
+        if prompt_lengths is None:
+            raise ValueError("a cache with token histories needs prompt_lengths, got None")
         new["token_history"] = _write_history(
-            choices["token_history"], state_ids, prompts, outputs, processor_words[:, 0]
+            choices["token_history"], state_ids, prompts, outputs, prompt_lengths
         )
     given = {
         "bias_ids": bias_ids,

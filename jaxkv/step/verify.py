@@ -2,16 +2,20 @@
 
 A row's tokens are its next token and the drafts behind it. The token of every position is the one that a step without
 drafts would sample there, because random numbers depend on seed and position alone. So drafts change no token.
+
+With a `TextDrafter` the step ends with the drafts of the next one. A row with `carry` takes its token, its drafts and
+its position from the device, so the host can send the next step before it has read how many drafts were accepted.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxkv._pytree import pytree
-from jaxkv.batch import StepBatch
+from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
 from jaxkv.sampling.batch import SamplingBatch
@@ -20,6 +24,7 @@ from jaxkv.sampling.sample import Sampled, SamplingState, read_choices, write_ch
 from jaxkv.step.loop import NOWHERE
 from jaxkv.step.sample_next import sample_next
 from jaxkv.step.step import resolve_carry
+from jaxkv.step.text_drafter import TextDrafter
 
 
 @pytree
@@ -44,6 +49,8 @@ def verify_step(
     drafts: Int[Array, " rows"],
     *,
     most: int,
+    page_sizes: tuple[int, ...],
+    drafter: TextDrafter | None = None,
 ) -> tuple[Cache, Verified]:
     """Runs one step whose rows end with drafts, and samples the token after each position.
 
@@ -55,12 +62,18 @@ def verify_step(
         model: the model; static. It has no recurrent layers, whose states could not be taken back.
         params: its parameters.
         cache: the cache before the step.
-        batch: the step's metadata; the last `drafts` tokens of each row are drafts.
+        batch: the step's metadata; the last `drafts` tokens of each row are drafts. With a drafter, tokens, positions
+            and write slots of rows with `carry` have any value.
         drafts: number of drafts of each row; at least one token of a row is none.
         most: most drafts of a row; static.
+        page_sizes: tokens per page of each paged group; static.
+        drafter: makes the drafts of the next step; the cache keeps texts and drafts for it. `None` for none; static.
     """
     choices = cache.layer(model.num_layers)
-    batch = replace(batch, tokens=resolve_carry(batch, choices["last_token"]))
+    if drafter is not None:
+        batch = _with_own_drafts(batch, drafts, choices, most, page_sizes)
+    else:
+        batch = replace(batch, tokens=resolve_carry(batch, choices["last_token"]))
     cache, hidden = model.forward(params, cache, batch)
     rows, width = drafts.shape[0], most + 1
     columns = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -81,7 +94,57 @@ def verify_step(
     right = (drafted == sampled.tokens[:most].T) & sampled.finite[:most].T
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     choices = _write_accepted(dict(choices), batch.sampling, sampled.tokens, first, accepted)
+    if drafter is not None:
+        choices = _write_drafts(choices, batch.sampling, drafter, most)
     return cache.with_layer(model.num_layers, choices), Verified(sampled=sampled, accepted=accepted)
+
+
+def _with_own_drafts(
+    batch: StepBatch,
+    drafts: Int[Array, " rows"],
+    choices: Mapping[str, Array],
+    most: int,
+    page_sizes: tuple[int, ...],
+) -> StepBatch:
+    """Returns the batch with the tokens, positions and lengths that the device has for the rows with `carry`."""
+    state_ids, carry = batch.sampling.state_ids, batch.sampling.carry.astype(bool)
+
+    def of_rows(role: str) -> Array:
+        return choices[role].at[state_ids].get(mode="fill", fill_value=0)
+
+    known = jnp.concatenate([of_rows("last_token")[:, None], of_rows("drafts")[:, :most]], axis=1)
+    start = jnp.maximum(of_rows("text_length") - 1, 0)
+    # Padding tokens come after the last row's; they stay what they are.
+    index = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+    # Not by bisection, whose loop XLA would leave out of the CUDA graph.
+    row = jnp.sum(index[:, None] >= batch.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)
+    own = carry.at[row].get(mode="fill", fill_value=False)
+    row = jnp.minimum(row, carry.shape[0] - 1)
+    column = jnp.clip(index - batch.cu_q_lens[row], 0, most)
+    positions = jnp.where(own, start[row] + column, batch.positions)
+    return replace(
+        batch,
+        tokens=jnp.where(own, known[row, column], batch.tokens),
+        positions=positions,
+        seq_lens=jnp.where(carry, start + 1 + drafts, batch.seq_lens),
+        paged=tuple(
+            _with_own_slots(tables, row, positions, own, page_size)
+            for tables, page_size in zip(batch.paged, page_sizes, strict=True)
+        ),
+    )
+
+
+def _with_own_slots(
+    tables: PagedTables,
+    row: Int[Array, " tokens"],
+    positions: Int[Array, " tokens"],
+    own: Bool[Array, " tokens"],
+    page_size: int,
+) -> PagedTables:
+    """Returns the tables with the slots of some tokens from their positions; none of these is in a shared page."""
+    page, offset = positions // page_size, positions % page_size
+    slots = tables.page_table.at[row, page].get(mode="clip") * page_size + offset
+    return replace(tables, write_slots=jnp.where(own, slots, tables.write_slots))
 
 
 def _for_each_position(sampling: SamplingBatch, width: int) -> SamplingBatch:
@@ -141,12 +204,36 @@ def _write_accepted(
 ) -> dict[str, Array]:
     """Returns the sampling group with each row's accepted tokens and the one after them written."""
     rows = jnp.arange(accepted.shape[0], dtype=jnp.int32)
-    if not sampling.features.needs_admission:
-        # Only the last token is kept.
+    if not sampling.features.penalties:
+        # Only the last token is kept, and the text.
         last = jnp.take_along_axis(tokens, accepted[None, :], axis=0)[0]
-        return write_choices(choices, sampling, last, first + accepted)
-    for column in range(tokens.shape[0]):
-        state_ids = jnp.where(column <= accepted, sampling.state_ids, NOWHERE + rows)
-        taken = replace(sampling, state_ids=state_ids)
-        choices = write_choices(choices, taken, tokens[column], first + column)
-    return choices
+        choices = write_choices(choices, sampling, last, first + accepted)
+    else:
+        for column in range(tokens.shape[0]):
+            state_ids = jnp.where(column <= accepted, sampling.state_ids, NOWHERE + rows)
+            taken = replace(sampling, state_ids=state_ids)
+            choices = write_choices(choices, taken, tokens[column], first + column)
+    if "token_history" not in choices:
+        return choices
+    columns = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    texts = choices["token_history"]
+    places = jnp.where(columns <= accepted[None, :], first[None, :] + columns, texts.shape[1])
+    texts = texts.at[sampling.state_ids[None, :], places].set(tokens, mode="drop")
+    return choices | {"token_history": texts}
+
+
+def _write_drafts(
+    choices: dict[str, Array],
+    sampling: SamplingBatch,
+    drafter: TextDrafter,
+    most: int,
+) -> dict[str, Array]:
+    """Returns the sampling group with the drafts of the tokens behind each row's text."""
+    state_ids, columns = sampling.state_ids, jnp.arange(most, dtype=jnp.int32)
+    texts, lengths = (
+        choices[role].at[state_ids].get(mode="fill", fill_value=0)
+        for role in ("token_history", "text_length")
+    )
+    kept = choices["drafts"].at[state_ids[:, None], columns[None, :]]
+    drafts = drafter.draft(texts, lengths, most)
+    return choices | {"drafts": kept.set(drafts, mode="drop", unique_indices=True)}

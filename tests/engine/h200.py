@@ -62,13 +62,14 @@ def sequence_runner(
     keeps_outputs=False,
     cache_dtype="bfloat16",
     logits_processors=None,
+    drafts=0,
     **changes,
 ):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
     `changes` are fields of its config that make another model of it; with `keeps_outputs` it may answer full hits.
     Several `devices` compute the model together.
-    `logits_processors` are those of an `LLM`.
+    `logits_processors` are those of an `LLM`, and `drafts` those that the device makes itself.
 
     The host would choose "xla", so the model is told what to run after the engine was made.
     """
@@ -112,6 +113,7 @@ def sequence_runner(
         bias_entries=8,
         history_tokens=longest,
         processor_words=processors.num_words,
+        drafts=drafts,
     )
     specs = [*specs, LayerSpec(layers, choices)]
     if keeps_outputs:
@@ -140,6 +142,7 @@ def lowerings():
     from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
     from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
+    from jaxkv.step.text_drafter import NgramLookup
     from tests.sampling.processors import FUNCTIONS
 
     chosen = Features(
@@ -224,6 +227,10 @@ def lowerings():
             dataclasses.replace(
                 verify, features=dataclasses.replace(chosen, processors=True), masks=4
             )
+        ),
+        # The drafts of the next step are made in it, and those before are taken from the device.
+        "verify_followed": lambda: sequence_runner("mosaic_gpu", layers=1, drafts=4).runner.program(
+            dataclasses.replace(verify, drafter=NgramLookup(4, 2))
         ),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
         "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),

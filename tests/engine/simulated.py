@@ -110,6 +110,10 @@ class SimulatedDevice:
             if slot >= self.owner.counts["sampling"]:
                 continue
             choices["last_token"][slot] = 0
+            if "token_history" in choices:
+                text = [*prompts[row], *(generated[0][row] if generated else ())]
+                text = [token for token in text if token < VOCAB]
+                choices["token_history"][slot][: len(text)] = text
             if "output_counts" in choices:
                 choices["prompt_seen"][slot] = np.minimum(1, _histogram(prompts[row]))
                 choices["output_counts"][slot] = _histogram(generated[0][row] if generated else ())
@@ -131,6 +135,8 @@ class SimulatedDevice:
 
     def _verify(self, shape, cache, fields):
         """Returns the packed tokens of each position of a step whose rows end with drafts."""
+        if shape.drafter is not None:
+            self._take_own_drafts(shape, cache, fields)
         width = shape.drafts + 1
         columns = 2 if shape.features.logprobs is None else 3 + 2 * shape.features.logprobs
         out, chosen = np.zeros((width, shape.rows, columns + 1), np.int32), []
@@ -150,10 +156,41 @@ class SimulatedDevice:
                 if column == accepted < drafts and packed[1] and token == drafted[column]:
                     accepted += 1
             out[:, row, -1] = accepted
-            slot = int(fields["sampling_states"][row])
-            chosen += [(slot, token) for token in out[: accepted + 1, row, 0].tolist()]
+            slot, first = int(fields["sampling_states"][row]), start + len(tokens) - drafts
+            kept = out[: accepted + 1, row, 0].tolist()
+            chosen += [(slot, first + at, token) for at, token in enumerate(kept)]
         self._remember(shape, cache, chosen, [], each_once=False)
+        if shape.drafter is not None:
+            self._draft(shape, cache, fields)
         return out
+
+    def _take_own_drafts(self, shape, cache, fields):
+        """Gives the rows that carry a token on the tokens and places that the device has for them."""
+        choices = self._choices(cache)
+        for row in np.flatnonzero(fields["carry"]).tolist():
+            slot, drafts = int(fields["sampling_states"][row]), int(fields["drafts"][row])
+            first, stop = fields["cu_q_lens"][row : row + 2].tolist()
+            start = int(choices["text_length"][slot]) - 1
+            if not 0 <= start <= int(fields["seq_lens"][row]) - (stop - first):
+                raise WrongUse(f"row {row} is at {start}, past the place that the host expects")
+            fields["tokens"][first + 1 : stop] = choices["drafts"][slot][:drafts]
+            fields["positions"][first:stop] = range(start, start + stop - first)
+            fields["seq_lens"][row] = start + stop - first
+            for group in self.layout.paged_groups:
+                table, size = fields[f"{group.name}.page_table"][row], group.page_size
+                slots = [
+                    int(table[at // size]) * size + at % size
+                    for at in range(start, start + stop - first)
+                ]
+                fields[f"{group.name}.write_slots"][first:stop] = slots
+
+    def _draft(self, shape, cache, fields):
+        choices = self._choices(cache)
+        for row in range(np.count_nonzero(fields["seq_lens"])):
+            slot = int(fields["sampling_states"][row])
+            text = choices["token_history"][slot][: choices["text_length"][slot]].tolist()
+            drafts = shape.drafter.draft(slot, text, shape.drafts)
+            choices["drafts"][slot][: shape.drafts] = drafts
 
     def _turn(self, shape, cache, fields, turn):
         top = shape.features.logprobs
@@ -168,7 +205,7 @@ class SimulatedDevice:
             slot = int(fields["sampling_states"][row])
             token = self._sample(shape, cache, fields, row, chains[-1], out[row])
             if slot < self.owner.counts["sampling"]:
-                chosen.append((slot, token))
+                chosen.append((slot, start + len(places), token))
         self._remember(shape, cache, chosen, states)
         return out
 
@@ -317,11 +354,14 @@ class SimulatedDevice:
 
     def _remember(self, shape, cache, chosen, states, *, each_once=True):
         """Writes choices and states, once every row has read."""
-        choices, slots = self._choices(cache), [slot for slot, _ in chosen]
+        choices, slots = self._choices(cache), [slot for slot, *_ in chosen]
         if each_once and len(set(slots)) < len(slots):
             raise WrongUse(f"the slots {slots} are written twice")
-        for slot, token in chosen:
+        for slot, position, token in chosen:
             choices["last_token"][slot] = token
+            if "token_history" in choices and position < choices["token_history"].shape[1]:
+                choices["token_history"][slot, position] = token
+                choices["text_length"][slot] = position + 1
             if shape.features.penalties:
                 # Of a row without penalties this counts on from junk, which may wrap around.
                 choices["output_counts"][[slot], [token]] += 1

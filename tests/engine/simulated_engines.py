@@ -18,7 +18,7 @@ from jaxkv.plan import plan_cache, tokens_ahead
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
-from tests.engine.drafters import AnyPace, Guesser
+from tests.engine.drafters import AnyPace, DeviceGuesser, Guesser
 from tests.engine.simulated import SimulatedDevice
 from tests.engine.simulated_memory import SlowMemory
 from tests.engine.simulated_requests import LONGEST, TOKENIZER, answer
@@ -88,6 +88,7 @@ class Setting:
         drafts: most drafts of a row; 0 for no speculation.
         rightness: probability of each draft to be right.
         drafted_share: probability of each step to have drafts; `None` to decide by measured times.
+        on_device: steps that verify drafts end with the next ones.
     """
 
     kind: str
@@ -108,6 +109,7 @@ class Setting:
     drafts: int = 0
     rightness: float = 0.0
     drafted_share: float | None = 1.0
+    on_device: bool = False
 
 
 def draw_setting(draw, kind, **fixed):
@@ -130,10 +132,10 @@ def draw_setting(draw, kind, **fixed):
 
 
 @cache
-def _planned(kind, rows, page, checkpoint_bytes, ahead):
+def _planned(kind, rows, page, checkpoint_bytes, ahead, speculation=None):
     wish = CacheConfig(max_sequences=rows, page_size=page, checkpoint_bytes=checkpoint_bytes)
     limits = {"dtype": "float32", "max_model_len": LONGEST, "free_bytes": None, "ahead": ahead}
-    return plan_cache(model_of(kind)[0], wish, **limits)
+    return plan_cache(model_of(kind)[0], wish, **limits, speculation=speculation)
 
 
 def engine_of(draw, setting):
@@ -155,7 +157,12 @@ def engine_of(draw, setting):
     )
     ahead = tokens_ahead(model, wish, config, LONGEST)
     layout, budget = _planned(
-        setting.kind, setting.rows, setting.page, setting.checkpoint_bytes, ahead
+        setting.kind,
+        setting.rows,
+        setting.page,
+        setting.checkpoint_bytes,
+        ahead,
+        config.speculation if setting.on_device else None,
     )
     sequence_runner = SequenceRunner(
         ModelRunner(model, params, layout, _few(draw, setting, layout, budget.counts), Programs()),
@@ -167,12 +174,15 @@ def engine_of(draw, setting):
         sequence_runner, TOKENIZER, config, host_bytes=setting.host_bytes, clock=count().__next__
     )
     if engine.speculation is not None:
-        engine.speculation.drafter = Guesser(
+        engine.speculation.drafter = guesser = Guesser(
             draw,
             setting.rightness,
             lambda request: answer(request, setting.broken_every).token_ids,
             VOCAB,
         )
+        assert (engine.shapes.drafter is not None) == setting.on_device
+        if setting.on_device:
+            engine.shapes.drafter = DeviceGuesser(guesser, engine)
         if setting.drafted_share is not None:
             engine.speculation.pace = AnyPace(draw, setting.drafted_share)
     if engine.host is not None:

@@ -90,7 +90,7 @@ def engine_of(family, dtype, *, rows, tokens, pages=None, **config):
         lambda leaf, wanted: leaf.astype(wanted.dtype), params, model.param_shapes(dtype)
     )
     limits = {"dtype": dtype, "max_model_len": LONGEST, "free_bytes": None}
-    layout, budget = plan_cache(model, wish, **limits)
+    layout, budget = plan_cache(model, wish, **limits, speculation=config.speculation)
     counts = dict(budget.counts)
     if pages is not None:
         counts |= {group.name: pages for group in layout.paged_groups}

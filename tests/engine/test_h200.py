@@ -15,7 +15,7 @@ CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "d
 PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
 ADAPTED = "decode_adapted"
 INVARIANT = "prefill_invariant"
-VERIFY = ("verify", "verify_weighed")
+VERIFY = ("verify", "verify_followed", "verify_weighed")
 STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, ADAPTED, "prefill", INVARIANT, *VERIFY)
 GENERATES = ("generate_short", "generate")
 GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
@@ -88,6 +88,7 @@ KERNELS = {
     INVARIANT: 6 + 1,
     # So have the few tokens of steps that verify drafts.
     VERIFY[0]: 6 + 1,
+    VERIFY[1]: 6 + 1,
     "windows_gemma_decode": 13,
     "windows_gpt_oss_decode": 13,
     "windows_gemma_prefill": 5,

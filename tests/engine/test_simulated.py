@@ -15,6 +15,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.speculation.pace import PLAIN_STEPS, Pace
+from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.runner import buckets
 from tests.engine import simulated_grammar, simulated_requests
@@ -106,21 +107,64 @@ def draw_speculating(draw, kind):
     return replace(setting, drafts=drafts, rightness=rightness, budget=budget, drafted_share=share)
 
 
+def draw_drafts_on_device(draw, kind):
+    """Returns a setting as `draw_speculating` does, in which steps may be sent before their drafts are counted."""
+    setting = draw_speculating(draw, kind)
+    return replace(setting, on_device=True, overlap=draw.random() < 0.9)
+
+
+DRAFTERS = {"host": draw_speculating, "device": draw_drafts_on_device}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", ["full", "windows"])
-def test_drafts_change_no_token(kind):
+def test_drafts_change_no_token(kind, drafter):
     """Beside preemptions, prefix hits, aborts, faults and bursts; some drafts are right and some are not."""
-    seen = play_many(kind, range(5), (3, 6), setting_of=draw_speculating)
+    seen = play_many(kind, range(8), (3, 6), setting_of=DRAFTERS[drafter])
     assert min(seen[what] for what in ("drafts accepted", "drafts rejected", "hits")) > 0, seen
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_drafts_change_no_token_for_long(kind):
+def test_drafts_change_no_token_for_long(kind, drafter):
     for wishes in (simulated_requests.WISHES, simulated_requests.WISHES_WITH_GRAMMARS):
-        seen = play_many(kind, range(100, 180), (4, 10, 20), wishes, draw_speculating)
+        seen = play_many(kind, range(100, 180), (4, 10, 20), wishes, DRAFTERS[drafter])
         # Several steps at once are rare beside requests with a grammar.
         assert min(times for what, times in seen.items() if what != "multi-step programs") > 5, seen
+
+
+def test_a_step_without_a_program_waits_for_the_tokens_in_flight(monkeypatch):
+    """Only a program that verifies drafts knows where the rows are; without it the host reads the step before."""
+    draw, choose, left_out = random.Random(0), StepPipeline._verify_shape, []
+
+    def choose_now_and_then(pipeline, parts):
+        if any(part.sequence.unread_drafts for part in parts) and draw.random() < 0.3:
+            left_out.append(parts)
+            return None
+        return choose(pipeline, parts)
+
+    monkeypatch.setattr(StepPipeline, "_verify_shape", choose_now_and_then)
+    seen = play_many("full", range(6), (3, 6), setting_of=draw_drafts_on_device)
+    assert seen["drafts accepted"] > 0
+    assert len(left_out) > 5
+
+
+def test_steps_that_verify_drafts_of_the_device_overlap():
+    setting = Setting("full", rows=2, drafts=3, rightness=0.7, prefix=False, on_device=True)
+    engine, _ = engine_of(random.Random(0), setting)
+    made, ahead = [], []
+    for at in range(2):
+        made += engine.add([_ask([7 + at, 3], LONGEST - 2, {})])
+    while all(one.status != FINISHED for one in made):
+        engine.step()
+        ahead.append(engine._pipeline.num_in_flight)
+    stats = engine.speculation.stats
+    # The first prompts and drafts come from the host, and the last tokens of a request are counted one by one.
+    assert stats.overlapped > stats.steps - 6
+    assert sum(ahead) > len(ahead) - 8
+    assert sum(stats.accepted) > 20
 
 
 def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
@@ -183,7 +227,7 @@ def test_everybody_reads_its_own_text_for_long(kind):
     assert seen["multi-step programs"] > 0, seen
 
 
-def serve_declared(draw, kind, declare=declare_served, wishes=WISHES, drafts=0):
+def serve_declared(draw, kind, declare=declare_served, wishes=WISHES, **drafting):
     """Serves requests that are no more than an example, which `declare` lists the programs of.
 
     Returns:
@@ -195,8 +239,8 @@ def serve_declared(draw, kind, declare=declare_served, wishes=WISHES, drafts=0):
         rows=draw.choice((1, 2, 4, 5, 9)),
         budget=draw.choice((4, 7, 16, 40, 200)),
         most_rebuilds=draw.choice((0, 10**6)),
-        drafts=drafts,
         rightness=0.7,
+        **drafting,
     )
     engine, device = engine_of(draw, setting)
     longest = draw.randint(1, 50)
@@ -249,11 +293,11 @@ def _prompt(draw, stem):
     return stem[:same] + [draw.randrange(VOCAB) for _ in range(more)] or [5]
 
 
-def assert_declared(kind, seeds, wishes=WISHES, drafts=0):
+def assert_declared(kind, seeds, wishes=WISHES, **drafting):
     served = 0
     for seed in seeds:
         draw = random.Random(f"{kind} {seed} declared")
-        told = serve_declared(draw, kind, wishes=wishes, drafts=drafts)
+        told = serve_declared(draw, kind, wishes=wishes, **drafting)
         if told is not None:
             late, asked = told
             assert not late, (kind, seed, late)
@@ -267,8 +311,9 @@ def test_no_program_is_asked_for_that_was_not_declared(kind):
     assert_declared(kind, range(4))
 
 
-def test_no_program_that_verifies_drafts_is_asked_for_that_was_not_declared():
-    assert_declared("windows", range(3), drafts=3)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_no_program_that_verifies_drafts_is_asked_for_that_was_not_declared(on_device):
+    assert_declared("windows", range(3), drafts=3, on_device=on_device)
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])

@@ -17,7 +17,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import hits as prefix_hits
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.collect import Collector
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.speculation import speculation
 from jaxkv.offload.transfers import HostTransfers
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.sequence_runner import SequenceRunner
@@ -30,6 +30,9 @@ from tests.engine.simulated_play import Play, WrongOutput, WrongProgress
 from tests.engine.simulated_requests import GRAMMAR, WISHES
 
 GUESSED = {"drafts": 3, "rightness": 0.6, "budget": 40, "prefix": True, "overlap": True}
+FOLLOWED = GUESSED | {"on_device": True, "spare": None}
+"""Steps that verify drafts follow one another before these are counted."""
+
 QUIET = {"fault_rate": 0.0, "broken_every": 0}
 DEFECTS = Defects()
 SETTINGS = {}
@@ -287,9 +290,42 @@ def the_books_keep_rejected_drafts(patch):
     patch.setattr(PageAllocator, "take_back", lambda allocator, number, tokens: None)
 
 
-@defect(WrongProgress, caches=["full"], **GUESSED)
-def a_step_is_planned_before_its_drafts_are_counted(patch):
-    patch.setattr(Engine, "_may_overlap", lambda engine: True)
+@defect(ValueError, "computed tokens, got .* to keep", caches=["full"], **FOLLOWED)
+def the_tokens_of_the_step_in_flight_are_taken_back_too(patch):
+    def make(take_back):
+        def to_the_collected(collector, sequence, drafts, accepted):
+            take_back(collector, sequence, drafts, accepted)
+            collector._allocator.take_back(sequence.number, sequence.collected)
+            return accepted
+
+        return to_the_collected
+
+    wrap(patch, Collector, "_take_back", make)
+
+
+@defect(WrongUse, "keeps another text", caches=["full"], **FOLLOWED)
+def rows_in_flight_are_where_the_host_thinks(patch):
+    def change(shape, fields, count):
+        if shape.drafter is not None:
+            fields["carry"][:count] = 0
+
+    repack(patch, change)
+
+
+@defect(WrongUse, "keeps another text", caches=["full"], **FOLLOWED)
+def texts_of_prompts_are_not_kept(patch):
+    patch.setattr(SequenceRunner, "keeps_texts", False)
+
+
+@defect(WrongUse, "another text", caches=["full"], wishes=[({"min_tokens": 20},)], **FOLLOWED)
+def stop_ids_are_let_through_where_the_host_thinks(patch):
+    """How many tokens mask the stop ids depends on how many drafts were accepted."""
+
+    def may_follow(sequence):
+        known = len(sequence.tokens) + sequence.pending
+        return sequence.computed == known - 1 and known + 1 != sequence.longest
+
+    patch.setattr(speculation, "_may_follow", may_follow)
 
 
 @defect(WrongOutput, caches=["full"], rows=5, spare=0, page=4, budget=16)

@@ -175,7 +175,12 @@ class TestThroughTheCache:
         pad = lambda ids, width: jnp.asarray([[*ids, *[VOCAB] * (width - len(ids))]], jnp.int32)  # noqa: E731
         words = jnp.asarray(KNOWN.words(calls, len(prompt)))[None, :]
         return admit(
-            choices, at(entry), pad(prompt, 8), pad(output, 8), None, None, processor_words=words
+            choices,
+            at(entry),
+            pad(prompt, 8),
+            pad(output, 8),
+            processor_words=words,
+            prompt_lengths=at(len(prompt)),
         )
 
     def test_a_returning_row_has_its_prompt_and_what_it_generated(self):
@@ -222,8 +227,11 @@ class TestThroughTheCache:
         batch = batched(KNOWN, [replace(GREEDY, logits_processors={"digest": {}})])
         with pytest.raises(ValueError, match=r"processors needs token_history.*last_token"):
             read_choices({"last_token": jnp.zeros(3, jnp.int32)}, batch)
+        entry, tokens, nothing = at(1), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 0), jnp.int32)
         with pytest.raises(ValueError, match="processor_words must be given"):
-            admit(self.choices(), at(1), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 0), jnp.int32))
+            admit(self.choices(), entry, tokens, nothing, prompt_lengths=at(2))
+        with pytest.raises(ValueError, match="token histories needs prompt_lengths"):
+            admit(self.choices(), entry, tokens, nothing)
 
 
 @pytest.mark.parametrize(

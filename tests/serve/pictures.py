@@ -82,7 +82,12 @@ def fake_stats():
         "recoveries": 0,
         "speculation": asdict(
             SpeculationStats(
-                drafted=(300, 200), accepted=(210, 90), steps=180, pauses=1, is_paused=False
+                drafted=(300, 200),
+                accepted=(210, 90),
+                steps=180,
+                overlapped=160,
+                pauses=1,
+                is_paused=False,
             )
         ),
         "prefix": asdict(PrefixStats(hits=20, misses=14, tokens_reused=2100, tokens_computed=9800)),

@@ -51,4 +51,10 @@ def open_speculation(
         )
     drafter = NgramDrafter(config.longest_ngram, config.shortest_ngram)
     pace = Pace(clock, adaptive=config.adaptive)
-    return Speculation(drafter, config.tokens, lambda: shapes.most_verified, pace)
+    return Speculation(
+        drafter,
+        config.tokens,
+        most_rows=lambda: shapes.most_verified,
+        pace=pace,
+        drafts_next=lambda: shapes.drafter is not None,
+    )

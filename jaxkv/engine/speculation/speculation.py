@@ -1,7 +1,8 @@
-"""`Speculation`: which rows of a step get drafts, and how many of them are accepted.
+"""`Speculation`: which rows of a step get drafts, and how many of them are accepted. Imports no JAX.
 
-A request whose drafts are being verified has an unknown length until the step is read. So while an engine drafts, it
-reads each step before it plans the next one. Imports no JAX.
+A request whose drafts are being verified has an unknown length until the step is read, so the host can draft only for
+requests whose tokens it has all read. Where the step itself ends with the next drafts, the next step may follow before:
+the device then knows tokens and positions, and the host the most that they can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ class SpeculationStats:
         drafted: per position behind a row's next token, how many drafts were verified.
         accepted: per position, how many of them were accepted.
         steps: steps for which drafts were asked.
+        overlapped: how many of them were sent before the step before was read, with drafts that the device made.
         pauses: how often drafting paused because a token took longer with drafts than without.
         is_paused: whether it pauses now.
     """
@@ -28,6 +30,7 @@ class SpeculationStats:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     steps: int
+    overlapped: int
     pauses: int
     is_paused: bool
 
@@ -40,7 +43,7 @@ class SpeculationStats:
         state = "paused" if self.is_paused else "on"
         return (
             f"drafts are {state}: {sum(self.accepted):,} of {sum(self.drafted):,} accepted, by position "
-            f"{', '.join(shares)}; {self.steps:,} steps, {self.pauses:,} pauses"
+            f"{', '.join(shares)}; {self.steps:,} steps, {self.overlapped:,} overlapped, {self.pauses:,} pauses"
         )
 
 
@@ -52,6 +55,7 @@ class Speculation:
         tokens: most drafts of a row.
         most_rows: returns the most rows of a step that verifies drafts.
         pace: decides when there are drafts.
+        drafts_next: returns whether such steps end with the next drafts, on the device.
 
     Attributes:
         drafter: guesses the tokens.
@@ -59,13 +63,18 @@ class Speculation:
     """
 
     def __init__(
-        self, drafter: Drafter, tokens: int, most_rows: Callable[[], int], pace: Pace
+        self,
+        drafter: Drafter,
+        tokens: int,
+        most_rows: Callable[[], int],
+        pace: Pace,
+        drafts_next: Callable[[], bool],
     ) -> None:
         self.drafter = drafter
         self._tokens = tokens
-        self._most_rows = most_rows
+        self._most_rows, self._drafts_next = most_rows, drafts_next
         self._drafted, self._accepted = [0] * tokens, [0] * tokens
-        self._steps = 0
+        self._steps = self._overlapped = 0
         self.pace = pace
 
     @property
@@ -75,6 +84,7 @@ class Speculation:
             drafted=tuple(self._drafted),
             accepted=tuple(self._accepted),
             steps=self._steps,
+            overlapped=self._overlapped,
             pauses=self.pace.pauses,
             is_paused=self.pace.is_paused,
         )
@@ -87,11 +97,27 @@ class Speculation:
             and any(may_speculate(one) for one in running)
         )
 
+    def may_follow(self, running: Sequence[RequestState]) -> bool:
+        """Whether the next step may take the drafts of these requests from the device, while it makes them.
+
+        The requests all run, and steps that verify drafts of some of them are in flight.
+        """
+        return (
+            self._drafts_next()
+            and 0 < len(running) <= self._most_rows()
+            and self.pace.may_draft(len(running))
+            and all(_may_follow(one) for one in running)
+        )
+
     def draft(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
-        """Returns the drafts of each part of the next step: none unless all of them are decode parts."""
+        """Returns the drafts of each part of the next step: none unless all of them are decode parts.
+
+        Drafts that the device has are 0.
+        """
         drafts: list[tuple[int, ...]] = [()] * len(parts)
         room = [self._room(part) for part in parts]
         asked = [index for index, most in enumerate(room) if most > 0]
+        follows = any(part.sequence.unread_drafts for part in parts)
         if any(part.count != 1 or not part.emits for part in parts) or not (
             0 < len(parts) <= self._most_rows()
         ):
@@ -99,14 +125,21 @@ class Speculation:
             return drafts
         rows = [part.sequence.number for part in parts]
         length = sum([len(part.sequence.tokens) for part in parts])
-        if not (self.pace.next_step(rows, length) and asked):
+        if not ((self.pace.next_step(rows, length) or follows) and asked):
             return drafts
         self._steps += 1
+        self._overlapped += follows
+        of_host = [index for index in asked if not parts[index].sequence.pending]
         guesses = self.drafter.draft(
-            [parts[index].sequence for index in asked], [room[index] for index in asked]
+            [parts[index].sequence for index in of_host], [room[index] for index in of_host]
         )
-        for index, guess in zip(asked, guesses, strict=True):
+        for index in asked:
+            drafts[index] = (0,) * room[index]
+        for index, guess in zip(of_host, guesses, strict=True):
             drafts[index] = tuple(guess[: room[index]])
+        if self._drafts_next() and not any(drafts):
+            # The last token again, so that the step ends with the next drafts, and that one need not wait for it.
+            drafts[asked[0]] = (parts[asked[0]].sequence.tokens[-1],)
         return drafts
 
     def note(self, drafted: int, accepted: int) -> None:
@@ -123,9 +156,23 @@ class Speculation:
     def _room(self, part: Part) -> int:
         """Returns the most drafts of a part: the last token of a request follows no draft."""
         sequence = part.sequence
-        if sequence.pending or not may_speculate(sequence):
+        if not may_speculate(sequence) or (sequence.pending and not sequence.drafts_on_device):
             return 0
-        return min(self._tokens, sequence.longest - len(sequence.tokens) - 1)
+        return min(self._tokens, sequence.longest - len(sequence.tokens) - sequence.pending - 1)
+
+
+def _may_follow(sequence: RequestState) -> bool:
+    """Whether a request's next step needs nothing that depends on how many of its drafts are accepted.
+
+    If the request may have ended by then, the step leaves it out.
+    """
+    known = len(sequence.tokens) + sequence.pending
+    return (
+        may_speculate(sequence)
+        and sequence.computed == known - 1
+        and known + 1 != sequence.longest
+        and sequence.generated >= sequence.request.params.min_tokens
+    )
 
 
 def may_speculate(sequence: RequestState) -> bool:

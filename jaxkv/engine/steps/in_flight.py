@@ -58,7 +58,7 @@ def step_rows_of(
 ) -> StepRows:
     """Returns the rows of a step as the packer takes them.
 
-    The id of a carried token is 0: the device reads it from the sampling group.
+    The ids of a carried token, and of drafts behind one, are 0: the device reads them from the sampling group.
 
     Args:
         parts: the parts of the step.
@@ -82,7 +82,7 @@ def step_rows_of(
         given = [_given(*pair) for pair in zip(sequences, left or emits, strict=True)]
     return StepRows(
         sequences=[sequence.number for sequence in sequences],
-        tokens=[0] * len(parts) if all(carry) else _new_tokens(parts),
+        tokens=[0] * sum(counts) if all(carry) else _new_tokens(parts),
         lens=counts,
         starts=starts,
         emits=[one > 0 for one in emits],
@@ -102,7 +102,7 @@ def _new_tokens(parts: Sequence[Part]) -> list[int]:
     tokens: list[int] = []
     for sequence, start, count, _, carry, drafts in parts:
         if carry:
-            tokens.append(0)
+            tokens += [0] * count
         elif drafts:
             tokens.append(sequence.tokens[start])
             tokens += drafts

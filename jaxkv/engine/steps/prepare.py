@@ -19,16 +19,17 @@ Failures = list[tuple[RequestState, Exception]]
 def prepare(sequence_runner: SequenceRunner, plan: StepPlan) -> Failures:
     """Prepares the cache for a plan; returns the requests whose preparation failed, while the cache is intact.
 
-    An entry of the sampling group keeps the values of its last owner. It is initialised in two cases: the new owner
-    uses penalties or logits processors, or the last owner had a logit bias. A program with penalties would add that
-    bias to every row's logits.
+    An entry of the sampling group keeps the values of its last owner. It is initialised in three cases: the new owner
+    uses penalties or logits processors, the device drafts from texts, or the last owner had a logit bias. A program
+    with penalties would add that bias to every row's logits.
 
     Raises:
         CachePoisoned: the cache is lost.
     """
     failures: Failures = []
     for sequence, entry in plan.new_entries:
-        if sequence.features.needs_admission or sequence_runner.is_biased(entry):
+        needed = sequence.features.needs_admission or sequence_runner.keeps_texts
+        if needed or sequence_runner.is_biased(entry):
             failures += _admit(sequence_runner, sequence)
     return failures + _copy(sequence_runner, plan) if plan.copies else failures
 

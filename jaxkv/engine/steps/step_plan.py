@@ -22,6 +22,7 @@ class Part(NamedTuple):
             of several steps it equals `count`; with drafts too, although those that are not accepted count for nothing.
         carry: its new token was sampled by the step before and is read on the device, not from the host.
         drafts: drafted tokens behind its new token, which are among its `count` tokens. It emits 1 to `count` tokens.
+            With `carry` the device has them, and the numbers are 0; `start` is then the last place where it can be.
     """
 
     sequence: RequestState

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.engine import EngineConfig
+from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.steps.multi_step import MultiStep
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
+from jaxkv.step.text_drafter import NgramLookup, TextDrafter
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,17 @@ def open_step_sizes(
         checkpoints=checkpoints,
         lora=runner.adapters is not None,
         drafts=0 if config.speculation is None else config.speculation.tokens,
+        drafter=text_drafter_of(config.speculation, runner.layout),
     )
     oom_backoff = OomBackoff(
         shapes.token_buckets, shapes.decode_rows, whole=whole, refusal=runner.refusal
     )
     steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
     return StepSizes(shapes, oom_backoff, MultiStep(runner, shapes, oom_backoff, steps))
+
+
+def text_drafter_of(config: SpeculationConfig | None, layout: CacheLayout) -> TextDrafter | None:
+    """Returns what drafts on the device; `None` without drafts, or if the cache was made without room for them."""
+    if config is None or layout.kept_drafts < config.tokens:
+        return None
+    return NgramLookup(config.longest_ngram, config.shortest_ngram)

@@ -8,7 +8,7 @@ import pytest
 from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.step import verify
 from tests.defects import Defects, wrap
-from tests.engine.drafters import AnyPace, Guesser
+from tests.engine.drafters import AnyPace, Guesser, KnownTexts
 from tests.engine.engines import VOCAB, assert_idle, engine_for, oracle, request_of
 from tests.engine.test_batch_invariance import FAMILIES, alone, engine_of, play, requests_of, said
 from tests.engine.test_processors import KNOWN
@@ -28,44 +28,58 @@ def speculating(family, dtype="float32", *, drafts=3, **options):
     return engine_of(family, dtype, speculation=SpeculationConfig(tokens=drafts), **options)
 
 
-def guess(engine, requests, answers, rightness, seed=0):
-    """Gives an engine a drafter that knows the answers of some requests."""
-    known = {one.prompt: tokens[len(one.prompt) :] for one, tokens in zip(requests, answers)}  # noqa: B905
+def guess(engine, requests, answers, rightness, seed=0, *, on_device):
+    """Gives an engine a drafter that knows the texts of some requests, and one on the device or none there."""
+    known = {one.prompt: text[len(one.prompt) :] for one, text in zip(requests, answers)}  # noqa: B905
+    assert engine.shapes.drafter is not None
+    engine.shapes.drafter = KnownTexts(answers, rightness, VOCAB) if on_device else None
     engine.speculation.drafter = Guesser(
         random.Random(seed), rightness, lambda request: known[request.prompt], VOCAB
     )
     engine.speculation.pace = AnyPace(random.Random(seed), 1.0)
 
 
-def served_bits(family, samplings, rightness, *, dtype="float32", games=2, **options):
-    """Asserts that requests have the bits that they have alone; returns the accepted drafts."""
+def served_bits(
+    family, samplings, rightness, *, dtype="float32", games=2, on_device=False, **options
+):
+    """Asserts that requests have the bits that they have alone; returns the accepted drafts.
+
+    With a drafter on the device, some steps are sent before the drafts of the last one are counted.
+    """
     requests = [
         replace(one, stop_ids=(at, 31)) if at % 3 == 2 else one
         for at, one in enumerate(requests_of(6, samplings=samplings))
     ]
     wanted = alone(family, dtype, requests)
     engine = speculating(family, dtype, **options)
-    guess(engine, requests, [tokens for tokens, _ in wanted], rightness)
+    guess(engine, requests, [text for text, _ in wanted], rightness, on_device=on_device)
     served = []
     for game in range(games):
         served += play(engine, requests, random.Random(game))
         assert [said(one) for one in served[-len(requests) :]] == wanted
     assert_idle(engine)
     assert sum(one.cached for one in served) > 0
-    return sum(engine.speculation.stats.accepted)
+    stats = engine.speculation.stats
+    assert (stats.overlapped > 2) == on_device, stats
+    return sum(stats.accepted)
 
 
-def test_tokens_and_log_probabilities_are_the_bits_without_drafts():
-    assert served_bits("dense", SAMPLINGS[:1], 0.7, rows=4, tokens=16, pages=9) > 30
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_tokens_and_log_probabilities_are_the_bits_without_drafts(on_device):
+    way = {"rows": 4, "tokens": 16, "pages": 9}
+    assert served_bits("dense", SAMPLINGS[:1], 0.7, on_device=on_device, **way) > 30
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rightness", [0.0, 0.5, 1.0], ids=["never", "half", "always"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "recurrent"])
-def test_every_family_has_the_bits_without_drafts(family, rightness, dtype):
-    for way in ({"rows": 4, "tokens": 16, "pages": 9}, {"rows": 7, "tokens": 48, "drafts": 5}):
-        accepted = served_bits(family, SAMPLINGS, rightness, dtype=dtype, games=4, **way)
+def test_every_family_has_the_bits_without_drafts(family, rightness, dtype, on_device):
+    drafts = 2 if on_device else 5
+    for way in ({"rows": 4, "tokens": 16, "pages": 9}, {"rows": 7, "tokens": 48, "drafts": drafts}):
+        way |= {"dtype": dtype, "games": 4, "on_device": on_device}
+        accepted = served_bits(family, SAMPLINGS, rightness, **way)
         assert (accepted > 50) == (rightness > 0)
 
 
@@ -132,12 +146,33 @@ def penalties_count_rejected_drafts(patch):
 @DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[1:2], 0.9, **WIDE))
 def random_numbers_are_those_of_the_first_position(patch):
     def make(sample):
-        def frozen(logits, sampling, state, positions):
-            return sample(logits, sampling, state, positions // 4 * 4)
+        def frozen(*arguments):
+            *others, positions = arguments
+            return sample(*others, positions // 4 * 4)
 
         return frozen
 
-    wrap(patch, verify, "sample", make)
+    wrap(patch, verify, "sample_next", make)
+
+
+FOLLOWED = WIDE | {"on_device": True}
+
+
+@DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[:1], 0.6, **FOLLOWED))
+def rows_in_flight_are_written_where_the_host_thinks(patch):
+    wrap(patch, verify, "_with_own_slots", lambda _: lambda tables, *others: tables)
+
+
+@DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[:1], 0.6, **FOLLOWED))
+def texts_have_the_accepted_tokens_without_the_one_behind_them(patch):
+    def make(write):
+        def short(choices, sampling, drafter, most):
+            lengths = choices["text_length"].at[sampling.state_ids].add(-1, mode="drop")
+            return write(choices | {"text_length": lengths}, sampling, drafter, most)
+
+        return short
+
+    wrap(patch, verify, "_write_drafts", make)
 
 
 @pytest.mark.slow

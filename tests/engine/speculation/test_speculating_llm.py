@@ -34,4 +34,6 @@ def test_prompt_lookup_takes_fewer_steps_to_the_same_output(way):
     assert stats.steps < plain.steps
     assert stats.compiled_late == 0
     assert sum(stats.speculation.accepted) > 10
+    # The device looks the next drafts up itself.
+    assert stats.speculation.overlapped > 5
     assert plain.speculation is None
