@@ -32,7 +32,7 @@ from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
 # Registers per thread (setmaxnreg) of two consumers and a producer, 504 in total; each warpgroup starts with 168.
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+_REGISTERS, _REGISTERS_OF_FEW_BITS = (232, 40), (216, 72)
 
 # Widest window for which the registers hold two products of a weight in few bits at once.
 _FEW = 16
@@ -85,19 +85,21 @@ class Kernel:
         refs = dict(zip(names, arrays, strict=True)) | scratch
         warpgroup, consumers = lax.axis_index("warpgroup"), self.schedule.consumers
         block = Block(self, refs, interpret)
-        # Blocks of narrow windows need few registers, and two are resident per SM.
-        is_wide = self.schedule.left == "rows" and consumers > 1
+        # Other blocks need few registers, and two are resident per SM.
+        fills_registers = self.schedule.left == "rows" or packing is not None
+        is_wide = fills_registers and consumers > 1
+        consumed, produced = _REGISTERS if packing is None else _REGISTERS_OF_FEW_BITS
 
         @pl.when(warpgroup < consumers)
         def _() -> None:
             if is_wide:
-                plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+                plgpu.set_max_registers(consumed, action="increase")
             block.consume(warpgroup)
 
         @pl.when(warpgroup == consumers)
         def _() -> None:
             if is_wide:
-                plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+                plgpu.set_max_registers(produced, action="decrease")
             block.produce()
 
 
