@@ -12,8 +12,8 @@ Size = int | bool | None | tuple[int, ...]
 class ProgramSpec[Target](ABC):
     """What one program is compiled for: its key in the manifest. Specs sort by kind, then by size.
 
-    The kinds are in `jaxkv.runner.program_specs`, `jaxkv.runner.cache_programs`, `jaxkv.runner.weights_checksum` and
-    `jaxkv.offload.programs`.
+    The kinds are in `jaxkv.runner.program_specs`, `jaxkv.runner.sample_spec`, `jaxkv.runner.cache_programs`,
+    `jaxkv.runner.weights_checksum` and `jaxkv.offload.programs`.
     """
 
     @property
@@ -21,7 +21,8 @@ class ProgramSpec[Target](ABC):
     def kind(self) -> str:
         """Kind of the program.
 
-        One of "decode", "prefill", "score", "admit", "readmit", "copy", "swap_out", "swap_in" and "checksum".
+        One of "decode", "prefill", "verify", "sample", "score", "admit", "readmit", "copy", "swap_out", "swap_in" and
+        "checksum".
         """
 
     @property

@@ -1,11 +1,12 @@
 """The model runner: parameters, the cache on the device, and the compiled programs that update it."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from jaxkv.cache.owner import CacheOwner
 from jaxkv.cache.spec import CacheLayout
@@ -23,6 +24,7 @@ from jaxkv.runner.adapter_stacks import AdapterStacks
 from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec, without_empty
+from jaxkv.runner.sample_spec import SampleSpec, find_hidden_type, sampling_arrays
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.weights.named_arrays import NamedPrograms, NamedWeights
@@ -82,6 +84,8 @@ class ModelRunner:
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
         self._refused: dict[ProgramSpec, Exception] = {}
+        # What the last `forward_only` program returned, for the program that samples.
+        self._hidden: Array | None = None
 
     @property
     def dtype(self) -> str:
@@ -102,6 +106,11 @@ class ModelRunner:
     def counts(self) -> Mapping[str, int]:
         """Group name -> pages or states of that group."""
         return self.owner.counts
+
+    @cached_property
+    def hidden_type(self) -> jax.ShapeDtypeStruct:
+        """Type of one row's hidden state, [1, hidden_size]."""
+        return find_hidden_type(self)
 
     @property
     def cache(self) -> Cache:
@@ -186,7 +195,7 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the cache and drops the parameters and programs; no program can run afterwards."""
         self.owner.close()
-        self.params, self.adapters = (), None
+        self.params, self.adapters, self._hidden = (), None, None
         self._known.clear()
         # The tracebacks of these errors refer to the parameters.
         self._refused.clear()
@@ -219,15 +228,25 @@ class ModelRunner:
     def run(self, spec: ProgramSpec, arrays: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program of parameters, cache and host arrays that updates the cache; returns its output.
 
+        A program that samples takes the hidden states of the last `forward_only` program too.
+
         Raises:
             ProgramRefused: the program is not compiled and must not be; the cache is unchanged.
             CachePoisoned: the program failed after the cache was donated.
             RuntimeError: the owner of the parameters has deleted them; the cache is unchanged.
         """
-        program = self.program(spec)
+        program, given = self.program(spec), without_empty(arrays)
         params = spec.params_of(self) if isinstance(spec, StepSpec | ScoreSpec) else self.params
+
+        def update(cache: Cache) -> tuple[Cache, Any]:
+            if not isinstance(spec, SampleSpec):
+                return program(params, cache, *given)
+            choices = sampling_arrays(self.layout, cache)
+            choices, out = program(params, choices, self._hidden, *given)
+            return cache.with_layer(self.model.num_layers, choices), out
+
         try:
-            return self.owner.run(lambda cache: program(params, cache, *without_empty(arrays)))
+            out = self.owner.run(update)
         except RuntimeError as error:
             if deleted := self._param_types.deleted(self.params):
                 raise RuntimeError(
@@ -235,6 +254,9 @@ class ModelRunner:
                     "donated or freed them. Give the arrays that replaced them to LLM.update_weights"
                 ) from error
             raise
+        if isinstance(spec, StepSpec) and spec.forward_only:
+            self._hidden = out
+        return out
 
     def run_read_only(self, spec: ProgramSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program without parameters that only reads the cache."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -12,7 +13,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.sampling.batch import SamplingBatch
+from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN, fields_for
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.sampling.token_mask import num_words
@@ -84,14 +87,35 @@ def int_fields(
         each_position = (shape.rows, shape.drafts + 1) if shape.drafts else rows
         fields.append(Field("block_stop", each_position))
     if shape.features.grammar:
-        fields.append(Field("mask_of_row", rows, shape.masks))
-        fields.append(Field("token_masks", (shape.masks, num_words(vocab_size))))
+        fields += mask_fields(shape, vocab_size)
     if shape.features.logprobs is not None:
         fields.append(Field("given", (shape.rows, shape.steps), NO_TOKEN))
     return (*fields, *_sampling_fields(shape, np.int32))
 
 
-def _sampling_fields(shape: StepSpec, dtype: type) -> list[Field]:
+def sampling_int_fields(counts: Mapping[str, int], spec: SampleSpec) -> tuple[Field, ...]:
+    """Returns the fields of the int32 array of a program that samples, in order."""
+    rows = (spec.rows,)
+    fields = [
+        Field("seq_lens", rows),
+        Field("sampling_states", rows, counts["sampling"], counted=True),
+    ]
+    if spec.features.min_tokens:
+        fields.append(Field("block_stop", rows))
+    if spec.features.logprobs is not None:
+        fields.append(Field("given", (spec.rows, 1), NO_TOKEN))
+    return (*fields, *_sampling_fields(spec, np.int32))
+
+
+def mask_fields(spec: StepSpec | SampleSpec, vocab_size: int) -> tuple[Field, ...]:
+    """Returns the fields of the masks: each different mask once, and for each row the index of its mask."""
+    return (
+        Field("mask_of_row", (spec.rows,), spec.masks),
+        Field("token_masks", (spec.masks, num_words(vocab_size))),
+    )
+
+
+def _sampling_fields(shape: StepSpec | SampleSpec, dtype: type) -> list[Field]:
     """Returns the sampling parameters of `jaxkv.sampling.fields` that have this dtype."""
     return [
         Field(field.name, field.shape(shape.rows), field.off)
@@ -100,7 +124,7 @@ def _sampling_fields(shape: StepSpec, dtype: type) -> list[Field]:
     ]
 
 
-def float_fields(shape: StepSpec) -> tuple[Field, ...]:
+def float_fields(shape: StepSpec | SampleSpec) -> tuple[Field, ...]:
     """Returns the fields of the float32 array, in order; empty for a greedy program."""
     return tuple(_sampling_fields(shape, np.float32))
 
@@ -163,19 +187,32 @@ class PackedLayout:
         self.counts = dict(counts)
         self._vocab_size = vocab_size
         self._processors = processors
-        self._arrangements: dict[StepSpec, tuple[Arrangement, Arrangement]] = {}
+        self._arrangements: dict[StepSpec | SampleSpec, tuple[Arrangement, Arrangement]] = {}
+        self._mask_arrangements: dict[SampleSpec, Arrangement] = {}
 
-    def arrangements(self, shape: StepSpec) -> tuple[Arrangement, Arrangement]:
+    def arrangements(self, shape: StepSpec | SampleSpec) -> tuple[Arrangement, Arrangement]:
         """Returns the arrangements of the int32 and of the float32 array of a shape."""
         arrangements = self._arrangements.get(shape)
         if arrangements is None:
-            ints = int_fields(self.layout, self.counts, shape, self._vocab_size)
+            ints = (
+                sampling_int_fields(self.counts, shape)
+                if isinstance(shape, SampleSpec)
+                else int_fields(self.layout, self.counts, shape, self._vocab_size)
+            )
             arrangements = (
                 Arrangement(ints, np.int32),
                 Arrangement(float_fields(shape), np.float32),
             )
             self._arrangements[shape] = arrangements
         return arrangements
+
+    def mask_arrangement(self, spec: SampleSpec) -> Arrangement:
+        """Returns the arrangement of the masks of a program that samples, an int32 array of their own."""
+        arrangement = self._mask_arrangements.get(spec)
+        if arrangement is None:
+            arrangement = Arrangement(mask_fields(spec, self._vocab_size), np.int32)
+            self._mask_arrangements[spec] = arrangement
+        return arrangement
 
     def blank(self, shape: StepSpec) -> tuple[np.ndarray, np.ndarray]:
         """Returns the arrays of a step without rows; a program is compiled for their shapes."""
@@ -189,6 +226,33 @@ class PackedLayout:
     def drafts(self, shape: StepSpec, ints: Int[Array, " packed"]) -> Int[Array, " rows"]:
         """Returns how many of each row's last tokens are drafts, inside the trace of a step that verifies them."""
         return self.arrangements(shape)[0].split(ints)["drafts"]
+
+    def blank_sampling(self, spec: SampleSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the arrays of a program that samples, without rows: int32, masks, float32."""
+        ints, floats = self.arrangements(spec)
+        return ints.blank.copy(), self.mask_arrangement(spec).blank.copy(), floats.blank.copy()
+
+    def unpack_sampling(
+        self,
+        spec: SampleSpec,
+        ints: Int[Array, " packed"],
+        masks: Int[Array, " packed_masks"],
+        floats: Float[Array, " packed_floats"] | None = None,
+    ) -> tuple[SamplingBatch, Int[Array, " rows"]]:
+        """Returns the sampling inputs that packed arrays hold, and the position of each token, inside the trace.
+
+        Args:
+            spec: the spec of the program.
+            ints: the int32 array.
+            masks: the masks, int32.
+            floats: the float32 array; `None` for a greedy program, which has no float fields.
+        """
+        int_places, float_places = self.arrangements(spec)
+        fields = int_places.split(ints) | float_places.split(floats)
+        fields |= self.mask_arrangement(spec).split(masks)
+        # Only the forward pass reads `carry`.
+        carry = jnp.zeros(spec.rows, jnp.int32)
+        return self._sampling_batch(spec.features, fields, carry), fields["seq_lens"]
 
     def unpack(
         self,
@@ -223,29 +287,34 @@ class PackedLayout:
             )
             for group in self.layout.state_groups
         )
-        names = [field.name for field in fields_for(shape.features)]
-        if shape.features.min_tokens:
-            names.append("block_stop")
-        if shape.features.logprobs is not None:
-            names.append("given")
-        values = {name: fields[name] for name in names}
-        if shape.features.grammar:
-            masks = fields["token_masks"].at[fields["mask_of_row"]]
-            # A row without a mask has an index past the end, and every token is allowed.
-            values["token_mask"] = masks.get(mode="fill", fill_value=-1)
         return StepBatch(
             **{name: fields[name] for name in _BATCH_FIELDS},
             paged=paged,
             states=states,
-            sampling=SamplingBatch(
-                state_ids=fields["sampling_states"],
-                carry=fields["carry"],
-                values=values,
-                features=shape.features,
-                processors=self._processors,
-            ),
+            sampling=self._sampling_batch(shape.features, fields, fields["carry"]),
             decode=shape.decode,
             fresh=shape.fresh,
+        )
+
+    def _sampling_batch(
+        self, features: Features, fields: Mapping[str, Array], carry: Int[Array, " rows"]
+    ) -> SamplingBatch:
+        names = [field.name for field in fields_for(features)]
+        if features.min_tokens:
+            names.append("block_stop")
+        if features.logprobs is not None:
+            names.append("given")
+        values = {name: fields[name] for name in names}
+        if features.grammar:
+            masks = fields["token_masks"].at[fields["mask_of_row"]]
+            # A row without a mask has an index past the end, and every token is allowed.
+            values["token_mask"] = masks.get(mode="fill", fill_value=-1)
+        return SamplingBatch(
+            state_ids=fields["sampling_states"],
+            carry=carry,
+            values=values,
+            features=features,
+            processors=self._processors,
         )
 
 

@@ -12,7 +12,8 @@ from jaxkv.cache.spec import Group
 from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.row_table import RowTable
-from jaxkv.runner.rows import Row, StepRows
+from jaxkv.runner.rows import Row, StepRows, num_masks
+from jaxkv.runner.sample_spec import SampleSpec
 
 
 class Packer:
@@ -85,6 +86,44 @@ class Packer:
         self._fill_sampling(fields | float_places.split(floats), rows, entries)
         return ints, floats
 
+    def pack_sampling(
+        self, spec: SampleSpec, rows: StepRows, allocator: PageAllocator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the int32 and the float32 array of a program that samples, whose masks are packed later.
+
+        Args:
+            spec: the spec of the program; the number of its masks does not matter.
+            rows: the rows of the step.
+            allocator: holds their pages and states.
+        """
+        places, float_places = self.packed_layout.arrangements(spec)
+        ints, floats = places.blank.copy(), float_places.blank.copy()
+        fields = places.split(ints)
+        entries = self._row_table.update(rows.sequences, rows.sampling, allocator)
+        fields["seq_lens"][: len(entries)] = np.add(rows.starts, rows.lens)
+        emits = np.asarray(rows.emits, bool)
+        states = fields["sampling_states"][: len(entries)]
+        np.copyto(states, entries, where=emits, casting="same_kind")
+        self._fill_sampling(fields | float_places.split(floats), rows, entries)
+        return ints, floats
+
+    def pack_masks(self, spec: SampleSpec, masks: Sequence[np.ndarray | None]) -> np.ndarray:
+        """Returns the int32 array of a program's masks.
+
+        Args:
+            spec: the spec of the program.
+            masks: see `StepRows.masks`.
+
+        Raises:
+            ValueError: the program has no room for them.
+        """
+        _check_masks(spec, masks)
+        places = self.packed_layout.mask_arrangement(spec)
+        packed = places.blank.copy()
+        fields = places.split(packed)
+        _fill_masks(fields["token_masks"].view(np.uint32), fields["mask_of_row"], masks)
+        return packed
+
     def _check(self, shape: StepSpec, rows: StepRows) -> None:
         """Raises `ValueError` if the program has no room for the rows."""
         lens, num_tokens = rows.lens, len(rows.tokens)
@@ -114,11 +153,7 @@ class Packer:
             )
         if rows.drafts:
             self._check_drafts(shape, rows)
-        masks = len({id(mask) for mask in rows.masks if mask is not None})
-        if masks > shape.masks:
-            raise ValueError(
-                f"a step with {masks} masks does not fit a program of {shape.masks}; choose a program with more"
-            )
+        _check_masks(shape, rows.masks)
         if len(rows.pending_checkpoints) > shape.pending_checkpoints:
             raise ValueError(
                 f"a step with {len(rows.pending_checkpoints)} pending checkpoints does not fit a program of "
@@ -262,6 +297,15 @@ class Packer:
         if "given" in fields:
             for target, tokens in zip(fields["given"], rows.given, strict=False):
                 target[: len(tokens)] = tokens
+
+
+def _check_masks(spec: StepSpec | SampleSpec, masks: Sequence[np.ndarray | None]) -> None:
+    """Raises `ValueError` if the program has no room for the masks."""
+    count = num_masks(masks)
+    if count > spec.masks:
+        raise ValueError(
+            f"a step with {count} masks does not fit a program of {spec.masks}; choose a program with more"
+        )
 
 
 def _fill_masks(

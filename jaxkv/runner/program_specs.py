@@ -25,7 +25,7 @@ from jaxkv.runner.sampled_rows import pack_sampled, pack_verified
 from jaxkv.sampling.features import Features
 from jaxkv.step.multi_step import decode_steps
 from jaxkv.step.score import TokenScores, score_tokens
-from jaxkv.step.step import step
+from jaxkv.step.step import forward, step
 from jaxkv.step.text_drafter import TextDrafter
 from jaxkv.step.verify import verify_step
 
@@ -106,10 +106,12 @@ class StepSpec(ProgramSpec["Runner"]):
         pending_checkpoints: most pending state checkpoints that it can write.
         fresh: True if all rows begin at their first token, so that no pages are read; used if `CacheLayout.expands` is
             not 0.
+        forward_only: True if it returns the rows' hidden states instead of tokens. A `SampleSpec` samples from them.
         steps: decode steps that it runs in sequence.
         drafts: most drafts of a row that it verifies; 0 for a program that verifies none.
         drafter: makes the next drafts at the end of a program that verifies some; `None` if the host makes them.
-        masks: most different masks of rows with a grammar; 0 without `features.grammar`.
+        masks: most different masks of rows with a grammar; 0 without `features.grammar`. Only steps that verify drafts
+            have any: others with such rows are `forward_only`.
     """
 
     tokens: int
@@ -119,6 +121,7 @@ class StepSpec(ProgramSpec["Runner"]):
     decode: bool = False
     pending_checkpoints: int = 0
     fresh: bool = False
+    forward_only: bool = False
     steps: int = 1
     drafts: int = 0
     drafter: TextDrafter | None = None
@@ -139,7 +142,8 @@ class StepSpec(ProgramSpec["Runner"]):
         several += f"_{self.drafts}_drafts" if self.drafts else ""
         several += "_and_next" if self.drafter is not None else ""
         several += f"_{self.masks}_masks" if self.masks else ""
-        return f"{'fresh_' * self.fresh}{self.kind}_{sizes}{several}"
+        before = "forward_" * self.forward_only + "fresh_" * self.fresh
+        return f"{before}{self.kind}_{sizes}{several}"
 
     def sizes(self) -> dict[str, Size]:
         """Returns sizes and features by name; rare ones are `None` unless set."""
@@ -149,6 +153,7 @@ class StepSpec(ProgramSpec["Runner"]):
         return sizes | {
             "pending_checkpoints": self.pending_checkpoints or None,
             "fresh": self.fresh,
+            "forward_only": self.forward_only,
             "steps": self.steps if self.steps > 1 else None,
             "drafts": self.drafts or None,
             "drafts_next": self.drafter is not None,
@@ -163,6 +168,7 @@ class StepSpec(ProgramSpec["Runner"]):
             and self.tokens >= needed.tokens
             and self.rows >= needed.rows
             and self.pending_checkpoints >= needed.pending_checkpoints
+            and self.forward_only == needed.forward_only
             and self.steps == needed.steps
             and self.drafts == needed.drafts
             and self.drafter == needed.drafter
@@ -192,13 +198,18 @@ class StepSpec(ProgramSpec["Runner"]):
         return self.tokens, self.rows, self.masks, not self.fresh
 
     def lowering(self, runner: Runner) -> Lowering:
-        """Returns the step: `cache, packed tokens = run(params, cache, *packed)`, which donates the cache."""
+        """Returns the step: `cache, packed tokens = run(params, cache, *packed)`, which donates the cache.
+
+        A `forward_only` program returns hidden states, [rows, hidden_size], in place of packed tokens.
+        """
         model, packed_layout = runner.model, runner.packed_layout
         page_sizes = tuple(group.page_size for group in runner.layout.paged_groups)
 
         def run(params: Params, cache: Cache, *packed: Array) -> tuple[Cache, Array]:
             batch = packed_layout.unpack(self, *packed)
             params = _adapted(params, batch)
+            if self.forward_only:
+                return forward(model, params, cache, batch)
             if self.drafts:
                 drafts = packed_layout.drafts(self, packed[0])
                 cache, verified = verify_step(

@@ -101,3 +101,8 @@ class StepRows(NamedTuple):
             generated=[row.generated for row in rows],
             sampling=rows,
         )
+
+
+def num_masks(masks: Sequence[np.ndarray | None]) -> int:
+    """Returns how many different masks rows have, see `StepRows.masks`."""
+    return len({id(mask) for mask in masks if mask is not None})

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
+import numpy as np
 from jaxtyping import Array
 
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy
@@ -13,6 +14,7 @@ from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec
 from jaxkv.runner.rows import Row, StepRows
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.sampling.features import Features
 from jaxkv.step.score import TokenScores
 
@@ -77,6 +79,37 @@ class SequenceRunner:
         and `jaxkv.runner.sampled_rows.unpack_sampled` unpacks them.
         """
         return self.runner.run(shape, self.packer.pack(shape, rows, self.allocator))
+
+    def forward(
+        self, shape: StepSpec, sampler: SampleSpec, rows: StepRows
+    ) -> tuple[Array, tuple[np.ndarray, np.ndarray]]:
+        """Dispatches the first program of a step in two; returns the rows' hidden states, and what `sample` takes.
+
+        Args:
+            shape: the spec of the first program.
+            sampler: the spec of the second one, or of another with the same rows and features.
+            rows: the rows.
+        """
+        # First, because nothing may fail after the dispatch.
+        arrays = self.packer.pack_sampling(sampler, rows, self.allocator)
+        return self.step(shape, rows), arrays
+
+    def sample(
+        self,
+        sampler: SampleSpec,
+        arrays: tuple[np.ndarray, np.ndarray],
+        masks: Sequence[np.ndarray | None],
+    ) -> Array:
+        """Dispatches the second program of the last step; returns its packed tokens, as `step` does.
+
+        Args:
+            sampler: the spec of the program.
+            arrays: what `forward` returned beside the hidden states, which the runner has.
+            masks: see `StepRows.masks`.
+        """
+        ints, floats = arrays
+        packed = self.packer.pack_masks(sampler, masks)
+        return self.runner.run(sampler, (ints, packed, floats))
 
     def score(self, spec: ScoreSpec, rows: Sequence[Row]) -> TokenScores:
         """Returns the scores of the packed tokens, on the device."""

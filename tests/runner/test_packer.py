@@ -17,6 +17,7 @@ from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row, StepRows
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN, STOP_WIDTH, features_of, split_seed
 from jaxkv.sampling.token_mask import mask_of, num_words
@@ -446,3 +447,43 @@ def test_every_field_begins_where_a_kernel_may_read_it(packer):
         for piece in places.split(packed).values():
             offset = piece.__array_interface__["data"][0] - packed.__array_interface__["data"][0]
             assert offset % 256 == 0
+
+
+def test_a_sampler_reads_what_a_whole_step_would_sample_by(packer):
+    allocator = PageAllocator(LAYOUT, COUNTS)
+    for sequence in (1, 2, 3):
+        opened(allocator, sequence, 8)
+    one = SamplingParams(temperature=0.5, top_k=3, min_tokens=2, presence_penalty=1.0, logprobs=1)
+    rows = StepRows.of(
+        [
+            Row(1, [5, 6], 3, one, seed=2**40 + 3, stop_ids=(4, 9)),
+            Row(2, [6], 2, GREEDY, emits=False),
+            Row(3, [7], 4, GREEDY, carry=True, generated=5),
+        ]
+    )._replace(given=[(8,), (), ()], masks=masks_of(70, None, 3))
+    features = replace(features_of([one_row(one), one_row(GREEDY)]), grammar=True)
+    whole = StepSpec(16, 4, (4, 8), features, masks=4)
+    packed = packer.pack(whole, rows, allocator)
+    batch = packer.packed_layout.unpack(whole, *map(jnp.asarray, packed))
+    sampler = SampleSpec(4, features, 2)
+    ints, floats = packer.pack_sampling(sampler, rows, allocator)
+    masks = packer.pack_masks(sampler, rows.masks)
+    found, positions = packer.packed_layout.unpack_sampling(
+        sampler, *map(jnp.asarray, (ints, masks, floats))
+    )
+    np.testing.assert_array_equal(positions, batch.seq_lens)
+    np.testing.assert_array_equal(found.state_ids, batch.sampling.state_ids)
+    assert found.features == features
+    assert found.values.keys() == batch.sampling.values.keys() > {"given", "block_stop", "seed_low"}
+    for name, values in batch.sampling.values.items():
+        np.testing.assert_array_equal(found[name], values, name)
+
+
+def one_row(params):
+    return Row(0, [1], 0, params)
+
+
+def test_masks_that_a_sampler_has_no_room_for_are_refused(packer):
+    sampler = SampleSpec(4, Features(grammar=True), 2)
+    with pytest.raises(ValueError, match="a step with 3 masks does not fit a program of 2"):
+        packer.pack_masks(sampler, masks_of(1, 2, 3))
