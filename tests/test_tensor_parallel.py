@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import chex
 import jax
@@ -10,7 +11,15 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, default_model
+from jaxkv import (
+    LLM,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+    StructuredOutputs,
+    default_model,
+)
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
@@ -116,6 +125,18 @@ def test_drafts_and_launches_of_several_steps_change_no_token(folder, single):
     for engine in (drafts, EngineConfig(steps_per_launch=4)):
         with LLM(folder, tensor_parallel_size=2, engine=engine, **SMALL) as llm:
             assert tokens_of(llm.generate([text], GREEDY)) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [GREEDY, replace(DRAWN, n=1, top_p=1.0), replace(DRAWN, n=1)])
+def test_texts_of_a_grammar_are_those_of_one_device(single, pair, params):
+    """The devices divide the logits of the program that samples, unless filters need them all."""
+    pytest.importorskip("llguidance")
+    wishes = [replace(params, structured_outputs=StructuredOutputs(regex="[a-f]{4,9}x")), params]
+    wanted = single.generate([PROMPT, "import"], wishes)
+    got = pair.generate([PROMPT, "import"], wishes)
+    assert tokens_of(got) == tokens_of(wanted)
+    assert re.fullmatch("[a-f]{4,9}x", got[0].text)
 
 
 def test_scores_are_those_of_one_device(single, pair):

@@ -94,7 +94,7 @@ class Collector:
             CachePoisoned: a copy for a state checkpoint failed and lost the cache.
         """
         ended: list[Ended] = []
-        now, reports = self._clock(), step.shape.features.logprobs is not None
+        now, reports = self._clock(), step.features.logprobs is not None
         steps = [_step_tokens(rows) for rows in sampled]
         first = steps[0]
         tokens, finite, accepted = first.tokens, first.finite, first.rows.accepted

@@ -23,7 +23,10 @@ def check_compiled(engine: Engine, request: Request) -> None:
     row, total = request.row(0), request.tokens_held
     chunk = replace(row, tokens=row.tokens[: engine.shapes.token_buckets[-1]])
     for part in (chunk, replace(row, tokens=(0,))):
-        runner.program(runner.fit(engine.shapes.declare([part], total_tokens=total)))
+        step = runner.fit(engine.shapes.declare([part], total_tokens=total))
+        if step.forward_only:
+            runner.program(runner.fit(engine.shapes.sampler(step, features_of([row]), 1)))
+        runner.program(step)
     if features_of([row]).needs_admission or engine.sequence_runner.keeps_texts:
         runner.program(runner.fit(engine.sequence_runner.admit_spec([row])))
     for spec in [] if engine.experts is None else engine.experts.declare(total):

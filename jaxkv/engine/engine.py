@@ -4,6 +4,7 @@ The engine orders all side effects. A step takes effect when the host has read i
 only then are tokens returned, pages published to the prefix index and pages released.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.text.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _AFTER_UPDATE = ("continue", "recompute")
 
 
@@ -352,6 +354,7 @@ class Engine:
             while self._pipeline.num_in_flight > ahead:
                 self._collect()
                 progressed = True
+            self._sample()
             progressed = progressed or self._advance_swap_ins(wait=True)
         except BaseException:
             self._requeue()
@@ -419,7 +422,6 @@ class Engine:
         if self._pipeline.is_verifying and not self._may_follow():
             self._receive_all()
         self._advance_swap_ins()
-        update_masks(list(self.scheduler.running), self._finisher)
         plan = self.scheduler.plan()
         if plan.is_empty:
             # A preempted request has freed pages for the next plan, so this is no shortage.
@@ -470,7 +472,11 @@ class Engine:
             self._collect()
 
     def _collect(self) -> None:
-        """Receives the oldest program in flight and collects its results."""
+        """Receives the oldest step in flight, which is sampled first if it was not, and collects its results."""
+        if self._pipeline.may_sample:
+            self._sample()
+            if not self._pipeline.num_in_flight:
+                return
         try:
             step, sampled = self._pipeline.receive()
         except jax.errors.JaxRuntimeError as error:
@@ -482,6 +488,24 @@ class Engine:
             self._recover(error)
             return
         self._finisher.end_all(ended)
+
+    def _sample(self) -> None:
+        """Computes the masks that are due, and samples the step in flight that waits for them.
+
+        So no step is left unsampled when `step` returns: new weights, for example, take effect between whole steps.
+        """
+        update_masks(list(self.scheduler.running), self._finisher)
+        if not self._pipeline.may_sample:
+            return
+        try:
+            self._pipeline.sample()
+        except CachePoisoned as error:
+            self._recover(error)
+        except STEP_FAILURES as error:
+            if is_fatal(error):
+                self._recover(error)
+            _LOG.warning("a step could not be sampled; its requests are computed again: %r", error)
+            self._requeue()
 
     def refresh(self) -> None:
         """Recovers if another user of the cache lost or replaced it; `step` calls this first.

@@ -73,6 +73,13 @@ class Finisher:
         else:
             self.fail(sequence, error)
 
+    def fail_if_retried(self, sequences: Iterable[RequestState], error: Exception) -> None:
+        """Fails those running requests of a failed step that were retried before; the caller retries the others."""
+        for sequence in sequences:
+            if sequence.status == RUNNING and sequence.retried:
+                self.fail(sequence, error)
+            sequence.retried = True
+
     def fail_or_isolate(self, sequences: list[RequestState], error: Exception) -> None:
         """Handles a step that could not be dispatched: fails its only request, or runs each request alone next."""
         running = [sequence for sequence in sequences if sequence.status == RUNNING]

@@ -61,7 +61,7 @@ class RequestState:
         shared: tokens in pages that it took over from another sample of the same prompt.
         preemptions: how often it lost its pages and was computed again.
         fetched: a swap-in of its prefix was tried since it began to wait.
-        retried: it was requeued once after an out-of-memory error of its own.
+        retried: it was requeued once after a failure of its own, or of the program that samples.
         reason: why it ended; see `SampleOutput`.
         error: the exception that ended it, if one did.
         logprobs: per generated token, if requested.
@@ -177,7 +177,7 @@ class RequestState:
     def remaining(self) -> int:
         """Tokens left to compute; 0 if the request can only wait."""
         known = len(self.tokens) + self.pending
-        if known >= self.longest or (self.constraint is not None and self.awaits_mask):
+        if known >= self.longest:
             return 0
         return (self.prompt_tokens - 1 if self.other_samples else known) - self.computed
 
@@ -185,18 +185,14 @@ class RequestState:
     def is_computed(self) -> bool:
         """Whether all its tokens are computed already, so that a step only samples the next token."""
         known = len(self.tokens) + self.pending
-        ready = not (self.other_samples or self.awaits_mask)
-        return self.computed == known < self.longest and ready
+        return self.computed == known < self.longest and not self.other_samples
 
     @property
-    def awaits_mask(self) -> bool:
-        """Whether it can take part in no step, because its grammar has no mask for the next token yet.
-
-        The mask needs the last token on the host, so such a request does not overlap with its own steps.
-        """
+    def has_mask(self) -> bool:
+        """Whether the mask of the token after those in flight is known, or it needs none."""
         if self.constraint is None:
-            return False
-        return self.pending > 0 or not self.constraint.is_ready(self.generated)
+            return True
+        return not self.pending and self.constraint.is_ready(self.generated)
 
     def experts_on_host(self) -> np.ndarray | None:
         """Returns `routed_experts` of all its tokens but the last, int16, and keeps them on the host alone."""

@@ -1,12 +1,15 @@
 """The step pipeline: dispatches planned steps to the device and receives their sampled tokens in order.
 
 A plan is sent as several decode steps in one program, as one step, or as a smaller step after an out-of-memory error.
+A step that has rows with a grammar is sent as two programs; the second one, `sample`, needs the tokens of the step
+before.
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 
@@ -15,11 +18,10 @@ from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.state_checkpoints import StateCheckpoints
-from jaxkv.engine.steps.in_flight import InFlightStep, step_rows_of
+from jaxkv.engine.steps.in_flight import InFlightStep, UnsampledStep, step_rows_of
 from jaxkv.engine.steps.prepare import prepare
 from jaxkv.engine.steps.step_plan import (
     Part,
-    PartColumns,
     StepPlan,
     columns_of,
     first_step,
@@ -28,6 +30,8 @@ from jaxkv.engine.steps.step_plan import (
 from jaxkv.engine.steps.step_sizes import StepSizes
 from jaxkv.errors import STEP_FAILURES, CachePoisoned
 from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.rows import num_masks
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.runner.sampled_rows import SampledRows
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.sampling.features import union
@@ -64,14 +68,21 @@ class StepPipeline:
         self._multi_step, self._oom_backoff = sizes.multi_step, sizes.oom_backoff
         self._state_checkpoints = state_checkpoints
         self._in_flight: deque[InFlightStep] = deque()
+        # The last step sent, if its tokens are not sampled yet.
+        self._unsampled: UnsampledStep | None = None
         self.steps = 0
         self.wait_seconds = 0.0
         self.must_receive = False
 
     @property
     def num_in_flight(self) -> int:
-        """Programs that were sent and are not received yet."""
-        return len(self._in_flight)
+        """Steps that were sent and are not received yet; several decode steps in one program count as one."""
+        return len(self._in_flight) + (self._unsampled is not None)
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether a step waits for `sample`, and all steps before it were received."""
+        return self._unsampled is not None and not self._in_flight
 
     @property
     def is_verifying(self) -> bool:
@@ -98,7 +109,37 @@ class StepPipeline:
     def clear(self) -> None:
         """Drops all programs in flight; their results are never read."""
         self._in_flight.clear()
+        self._unsampled = None
         self.must_receive = False
+
+    def sample(self) -> None:
+        """Samples the tokens of the step that waits for it, by masks that must be up to date.
+
+        If that fails, the step is dropped, and its requests must be requeued. They fail if that happens to them twice
+        for another reason than the size of the step.
+
+        Raises:
+            CachePoisoned: the cache is lost.
+            STEP_FAILURES: the program could not be dispatched; the cache is as it was.
+        """
+        unsampled, self._unsampled = self._unsampled, None
+        assert unsampled is not None, "a step waits for its tokens"
+        step = unsampled.settled()
+        masks = token_masks_of(columns_of(step.parts))
+        assert step.sampler is not None, "a step in two programs has a sampler"
+        sampler = self._shapes.sampler(step.shape, step.sampler.features, num_masks(masks))
+        if self._runner.programs.is_closed and not self._runner.has(sampler):
+            sampler = step.sampler
+        try:
+            out = self._sequence_runner.sample(sampler, unsampled.arrays, masks)
+        except CachePoisoned as error:
+            self._oom_backoff.note_failure(step.shape, error, lost=True)
+            raise
+        except STEP_FAILURES as error:
+            if not self._oom_backoff.note_failure(step.shape, error, lost=False):
+                self._finisher.fail_if_retried([part.sequence for part in step.parts], error)
+            raise
+        self._in_flight.append(replace(step, out=out, sampler=sampler))
 
     def send(self, plan: StepPlan) -> None:
         """Prepares the cache for a plan, and sends a step of the requests whose preparation succeeded.
@@ -117,7 +158,7 @@ class StepPipeline:
             self._dispatch(parts, plan.steps)
 
     def shape(self, parts: Sequence[Part]) -> StepSpec:
-        """Returns the spec of the program that runs one step of these parts."""
+        """Returns the spec of the program that runs one step of these parts, or of the first of two."""
         columns = columns_of(parts)
         sequences, starts, counts, *_ = columns
         features = union([sequence.features for sequence in sequences])
@@ -126,7 +167,6 @@ class StepPipeline:
             sum(counts),
             features,
             total_tokens=max([sequence.reserved for sequence in sequences]),
-            masks=_num_masks(columns) if features.grammar else 0,
             mixed=0 in counts,
             fresh=not any(starts),
         )
@@ -173,13 +213,16 @@ class StepPipeline:
         """Returns the program that verifies the drafts of these parts; `None` to send them without drafts."""
         columns = columns_of(parts)
         sequences = columns.sequences
+        # It is one program, so it needs all masks now.
+        if not all(one.has_mask for one in sequences):
+            return None
         features = union([sequence.features for sequence in sequences])
         needed = self._runner.fit(
             self._shapes.verify(
                 len(parts),
                 features,
                 total_tokens=max([sequence.reserved for sequence in sequences]),
-                masks=_num_masks(columns) if features.grammar else 0,
+                masks=num_masks(token_masks_of(columns)) if features.grammar else 0,
             )
         )
         if self._runner.programs.is_closed and not self._runner.has(needed):
@@ -212,29 +255,49 @@ class StepPipeline:
             )
             return
         self._scheduler.dispatched(parts, drafts_next=shape.drafter is not None)
-        self._in_flight.append(step)
+        if isinstance(step, UnsampledStep):
+            self._unsampled = step
+        else:
+            self._in_flight.append(step)
         self.steps += shape.steps
 
-    def _run(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep:
-        """Runs a step on the device with the pending checkpoints that fit; releases them if that fails."""
-        checkpoints = self._state_checkpoints
+    def _run(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep | UnsampledStep:
+        """Runs a step, or its first program, with the pending checkpoints that fit; releases them if that fails."""
+        sampler = self._sampler(parts, shape) if shape.forward_only else None
+        features = shape.features if sampler is None else sampler.features
+        checkpoints, runner = self._state_checkpoints, self._sequence_runner
         pending_checkpoints = () if checkpoints is None else checkpoints.take_pending(parts, shape)
+        arrays = None
         try:
-            out = self._sequence_runner.step(shape, step_rows_of(parts, shape, pending_checkpoints))
+            rows = step_rows_of(parts, shape, pending_checkpoints, features)
+            if sampler is None:
+                out = runner.step(shape, rows)
+            else:
+                out, arrays = runner.forward(shape, sampler, rows)
         except BaseException:
             if checkpoints is not None:
                 checkpoints.drop_pending(pending_checkpoints, parts)
             raise
-        return InFlightStep(
+        step = InFlightStep(
             parts=tuple(parts),
             epochs=tuple([part.sequence.epoch for part in parts]),
             shape=shape,
             out=out,
             weight_version=self._runner.weight_version,
             pending_checkpoints=pending_checkpoints,
+            sampler=sampler,
         )
+        return step if arrays is None else UnsampledStep(step, arrays)
 
+    def _sampler(self, parts: Sequence[Part], shape: StepSpec) -> SampleSpec:
+        """Returns the second program of a step, with room for all the masks that it may need.
 
-def _num_masks(columns: PartColumns) -> int:
-    """Returns how many different masks the parts have."""
-    return len({id(mask) for mask in token_masks_of(columns) if mask is not None})
+        Raises:
+            ProgramRefused: strict mode has none; found before the first program runs.
+        """
+        features = union([part.sequence.features for part in parts])
+        masks = sum([part.sequence.constraint is not None for part in parts])
+        sampler = self._runner.fit(self._shapes.sampler(shape, features, masks))
+        if self._runner.programs.is_closed:
+            self._runner.program(sampler)
+        return sampler

@@ -1,4 +1,7 @@
-"""Before each plan: computes the masks of requests with a grammar, and appends the tokens that a grammar forces."""
+"""Computes the masks of requests with a grammar, and appends the tokens that a grammar forces.
+
+A mask needs the last token on the host. The request's next step may be in flight then, as far as it needs no mask.
+"""
 
 from collections.abc import Sequence
 
@@ -22,9 +25,7 @@ def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
     due = [
         one
         for one in running
-        if one.constraint is not None
-        and not one.pending
-        and not one.constraint.is_ready(one.generated)
+        if one.constraint is not None and not one.constraint.is_ready(one.generated)
     ]
     left = [one for one in due if _needs_mask(one, finisher)]
     constraints = [one.constraint for one in left if one.constraint is not None]
@@ -48,7 +49,8 @@ def _needs_mask(sequence: RequestState, finisher: Finisher) -> bool:
     """Appends the tokens that the grammar forces, as if they were sampled; returns whether a mask is to be computed.
 
     None is for a request that ends, nor for one whose form has not begun. The next step computes the keys and values of
-    forced tokens as a chunk, like those of a prompt.
+    forced tokens as a chunk, like those of a prompt. A step in flight emits no token then: it would be the first of
+    them.
     """
     constraint, answer = sequence.constraint, sequence.answer
     assert constraint is not None
@@ -57,6 +59,7 @@ def _needs_mask(sequence: RequestState, finisher: Finisher) -> bool:
             return False
         for token in constraint.forced(answer):
             sequence.accept(token, None)
+            sequence.pending = 0
             if sequence.reason is not None:
                 finisher.release(sequence)
                 return False

@@ -20,6 +20,7 @@ from jaxkv.runner.buckets import (
 )
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import LOGPROB_SIZES, features_of
 from jaxkv.step.text_drafter import TextDrafter
@@ -79,7 +80,7 @@ class StepShapes:
         max_rows: most sequences of a step.
         token_budget: most tokens of a step.
         whole_prompts: prompts cannot be cut, so more sizes are needed for little padding.
-        pinned: one program runs every step, so that results do not depend on the batch, bit for bit.
+        pinned: the same two programs run every step, so that results do not depend on the batch, bit for bit.
         grain: how fine the sizes are.
         checkpoints: prefill programs write pending state checkpoints.
         lora: rows may name adapters.
@@ -91,7 +92,7 @@ class StepShapes:
         decode_rows: rows of decode programs, ascending.
         token_budget: most tokens of a step.
         lengths: tokens that page tables cover, ascending.
-        pinned: whether one program runs every step.
+        pinned: whether the same two programs run every step.
         drafts: most drafts of a row in steps that verify them; 0 for no such steps.
         drafter: makes the next drafts at the end of such steps; `None` if the host makes them.
     """
@@ -151,18 +152,16 @@ class StepShapes:
         features: Features,
         *,
         total_tokens: int,
-        masks: int = 0,
         mixed: bool = False,
         fresh: bool = False,
     ) -> StepSpec:
-        """Returns the program for a step.
+        """Returns the program for a step. With features for grammars it is `forward_only`, and `sampler` is run next.
 
         Args:
             rows: number of rows.
             new_tokens: new tokens of all rows together.
             features: sampling features of the rows.
             total_tokens: tokens that the page tables must cover.
-            masks: number of different masks of rows with a grammar.
             mixed: some rows have no new token, so others may have several.
             fresh: all rows begin at their first token.
         """
@@ -170,12 +169,24 @@ class StepShapes:
             return self._largest()
         length = bucket(total_tokens, self.lengths)
         if new_tokens == rows and not mixed:
-            shape = self._decode(bucket(rows, self.decode_rows), length, features)
-            return _with_masks(shape, masks)
+            return _without_masks(self._decode(bucket(rows, self.decode_rows), length, features))
         tokens = bucket(max(new_tokens, rows), self.token_buckets)
         if fresh and tokens <= self._expands:
-            return _with_masks(self._fresh(tokens, features), masks)
-        return _with_masks(self._prefill(tokens, length, features), masks)
+            return _without_masks(self._fresh(tokens, features))
+        return _without_masks(self._prefill(tokens, length, features))
+
+    def sampler(self, shape: StepSpec, features: Features, masks: int) -> SampleSpec:
+        """Returns the program that samples after a `forward_only` one.
+
+        Args:
+            shape: the spec of that program.
+            features: sampling features of the rows.
+            masks: number of different masks of rows with a grammar.
+        """
+        if self.pinned:
+            features, masks = self._features, shape.rows
+        features = replace(features, lora=False)
+        return SampleSpec(shape.rows, features, bucket(max(masks, 1), mask_buckets(shape.rows)))
 
     @property
     def most_verified(self) -> int:
@@ -208,8 +219,8 @@ class StepShapes:
         rows: int | None = None,
         new_tokens: int | None = None,
         total_tokens: int | None = None,
-    ) -> list[StepSpec]:
-        """Lists every step program that rows with these features can need.
+    ) -> list[StepSpec | SampleSpec]:
+        """Lists every program of steps that rows with these features can need.
 
         Args:
             features: sampling features of the rows.
@@ -218,7 +229,7 @@ class StepShapes:
             total_tokens: longest sequence; `None` for the longest possible.
         """
         if self.pinned:
-            return [self._largest()]
+            return [self._largest(), self.sampler(self._largest(), features, 0)]
         lengths = _up_to(total_tokens, self.lengths)
         decode = [
             self._decode(count, length, features)
@@ -236,12 +247,21 @@ class StepShapes:
         prefill = [
             self._prefill(tokens, length, features) for tokens in sizes for length in lengths
         ]
-        shapes = [*decode, *verify, *fresh, *prefill]
-        return [with_masks for shape in shapes for with_masks in _each_mask_bucket(shape, rows)]
+        if not features.grammar:
+            return [*decode, *verify, *fresh, *prefill]
+        verify = [several for shape in verify for several in _each_mask_bucket(shape, rows)]
+        first = [_without_masks(shape) for shape in (*decode, *fresh, *prefill)]
+        samplers = {
+            self.sampler(shape, features, masks): None
+            for shape in first
+            for masks in _mask_counts(shape.rows, rows)
+        }
+        return [*verify, *first, *samplers]
 
     def _largest(self) -> StepSpec:
-        shape = self._prefill(self.token_buckets[-1], self.lengths[-1], self._features)
-        return _with_masks(shape, shape.rows)
+        return _without_masks(
+            self._prefill(self.token_buckets[-1], self.lengths[-1], self._features)
+        )
 
     def _decode(self, rows: int, length: int, features: Features) -> StepSpec:
         return StepSpec(rows, rows, self._widths(length), features, decode=True)
@@ -283,12 +303,21 @@ def _with_masks(shape: StepSpec, masks: int) -> StepSpec:
     return replace(shape, masks=bucket(max(masks, 1), mask_buckets(shape.rows)))
 
 
+def _without_masks(shape: StepSpec) -> StepSpec:
+    """Returns the program that computes such a step as far as no masks are needed, if its rows may have a grammar."""
+    if not shape.features.grammar:
+        return shape
+    return replace(shape, features=Features(lora=shape.features.lora), forward_only=True)
+
+
 def _each_mask_bucket(shape: StepSpec, rows: int | None) -> list[StepSpec]:
     """Returns the program with each number of masks that up to `rows` rows can need; `None` for all of its rows."""
-    if not shape.features.grammar:
-        return [shape]
-    most = shape.rows if rows is None else min(rows, shape.rows)
-    return [replace(shape, masks=masks) for masks in _up_to(most, mask_buckets(shape.rows))]
+    return [replace(shape, masks=masks) for masks in _mask_counts(shape.rows, rows)]
+
+
+def _mask_counts(most: int, rows: int | None) -> tuple[int, ...]:
+    """Returns the padded numbers of masks of a program of `most` rows, used for up to `rows`; `None` for all."""
+    return _up_to(most if rows is None else min(rows, most), mask_buckets(most))
 
 
 def _up_to(most: int | None, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -153,7 +153,8 @@ def lowerings():
     drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
     processed = dataclasses.replace(step, features=Features(draws=True, processors=True))
     adapted = dataclasses.replace(step, features=Features(lora=True))
-    weighed = dataclasses.replace(step, features=chosen, masks=4)
+    weighed = dataclasses.replace(step, features=dataclasses.replace(chosen, grammar=False))
+    forward = dataclasses.replace(step, forward_only=True)
     several = dataclasses.replace(step, steps=4)
     mixed = StepSpec(tokens=512, rows=ROWS, table_widths=(WIDTH,))
     prompt = StepSpec(tokens=128, rows=ROWS, table_widths=(WIDTH,))
@@ -212,6 +213,9 @@ def lowerings():
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),
+        # The two programs of a step that has rows with a grammar.
+        "forward": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(forward),
+        "sample": lambda: sampling(sequence_runner("mosaic_gpu", layers=1), chosen),
         "decode_processed": lambda: processing("mosaic_gpu", layers=1).program(processed),
         "multi_step_processed": lambda: processing("mosaic_gpu", layers=1).program(
             dataclasses.replace(processed, steps=4)
@@ -239,6 +243,17 @@ def lowerings():
         "read_late": lambda: dataclasses.replace(decode, function=read_late),
         "scanned": scanned,
     }
+
+
+def sampling(made, features):
+    """Returns the lowering of the program that samples after the forward pass of a step."""
+    import jax
+
+    from jaxkv.runner.sample_spec import SampleSpec
+
+    # The type of hidden states comes from a trace of a step, whose kernels ask the default device.
+    with jax.default_device(device()):
+        return made.runner.program(SampleSpec(ROWS, features, 4))
 
 
 def generated(made, shape):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, sequence_runner
+from tests.engine.h200 import PAGE_SIZE, ROWS, WIDTH, sampling, sequence_runner
 
 DEVICES = (2, 8)
 
@@ -44,4 +44,8 @@ def lowerings():
         "multi_step_2": (2, several, {}),
         "experts_decode_2": (2, both, experts),
     }
-    return {name: lambda args=args: lowering(*args) for name, args in programs.items()}
+    sampled = replace(drawn, grammar=True)
+    return {
+        "sample_2": lambda: sampling(sequence_runner("mosaic_gpu", devices=2), sampled),
+        **{name: lambda args=args: lowering(*args) for name, args in programs.items()},
+    }

@@ -51,6 +51,8 @@ class SimulatedDevice:
             return lambda params, cache, ids: self.copy(cache, ids)
         if declared.kind in ("admit", "readmit"):
             return lambda params, cache, *arrays: self.admit(cache, *arrays)
+        if declared.kind == "sample":
+            return lambda params, *arguments: self.sample(declared, *arguments)
         return lambda params, cache, *packed: self.run(declared, cache, *packed)
 
     def fill_free(self):
@@ -130,8 +132,20 @@ class SimulatedDevice:
         fields |= {} if floats is None else float_places.split(np.array(floats))
         if shape.drafts:
             return cache, on_device(self._verify(shape, cache, fields))
+        if shape.forward_only:
+            return cache, on_device([chain or 0 for chain in self._forward(shape, cache, fields)])
         turns = [self._turn(shape, cache, fields, turn) for turn in range(shape.steps)]
         return cache, on_device(turns if shape.steps > 1 else turns[0])
+
+    def sample(self, spec, choices, hidden, ints, masks, floats=None):
+        """Samples from what a `forward_only` step has returned, and returns the choices and the packed tokens."""
+        places, float_places = self.packer.packed_layout.arrangements(spec)
+        fields = places.split(np.array(ints))
+        fields |= self.packer.packed_layout.mask_arrangement(spec).split(np.array(masks))
+        fields |= {} if floats is None else float_places.split(np.array(floats))
+        rows = np.count_nonzero(fields["seq_lens"])
+        chains = [*np.asarray(hidden)[:rows].tolist(), *[None] * (spec.rows - rows)]
+        return choices, on_device(self._choose(spec, choices, fields, chains))
 
     def _verify(self, shape, cache, fields):
         """Returns the packed tokens of each position of a step whose rows end with drafts."""
@@ -140,6 +154,7 @@ class SimulatedDevice:
         width = shape.drafts + 1
         columns = 2 if shape.features.logprobs is None else 3 + 2 * shape.features.logprobs
         out, chosen = np.zeros((width, shape.rows, columns + 1), np.int32), []
+        choices = self._choices(cache)
         for row in range(np.count_nonzero(fields["seq_lens"])):
             drafts = int(fields["drafts"][row])
             start, tokens, places = self._tokens(shape, cache, fields, row, 0)
@@ -151,7 +166,7 @@ class SimulatedDevice:
                 chain = chains[len(chains) - 1 - drafts + column]
                 packed = out[column, row, :-1]
                 token = self._sample(
-                    shape, cache, fields, row, chain, packed, drafted[:column], column
+                    shape, choices, fields, row, chain, packed, drafted[:column], column
                 )
                 if column == accepted < drafts and packed[1] and token == drafted[column]:
                     accepted += 1
@@ -159,7 +174,7 @@ class SimulatedDevice:
             slot, first = int(fields["sampling_states"][row]), start + len(tokens) - drafts
             kept = out[: accepted + 1, row, 0].tolist()
             chosen += [(slot, first + at, token) for at, token in enumerate(kept)]
-        self._remember(shape, cache, chosen, [], each_once=False)
+        self._remember(shape, choices, chosen, each_once=False)
         if shape.drafter is not None:
             self._draft(shape, cache, fields)
         return out
@@ -193,26 +208,41 @@ class SimulatedDevice:
             choices["drafts"][slot][: shape.drafts] = drafts
 
     def _turn(self, shape, cache, fields, turn):
-        top = shape.features.logprobs
-        out = np.zeros((shape.rows, 2 if top is None else 3 + 2 * top), np.int32)
-        chosen, states = [], []
+        chains = self._forward(shape, cache, fields, turn)
+        return self._choose(shape, self._choices(cache), fields, chains, turn)
+
+    def _forward(self, shape, cache, fields, turn=0):
+        """Computes the rows' tokens; returns the chain of each row, `None` for those that take no part."""
+        after, states = [None] * shape.rows, []
         for row in range(np.count_nonzero(fields["seq_lens"])):
             if shape.steps > 1 and turn >= fields["left"][row]:
                 continue
             start, tokens, places = self._tokens(shape, cache, fields, row, turn)
             chains = self._compute(cache, fields, row, start, tokens, places, turn)
             states += self._written(shape, fields, row, start, chains, places)
+            after[row] = chains[-1]
+        self._leave_states(cache, states)
+        return after
+
+    def _choose(self, spec, choices, fields, chains, turn=0):
+        """Samples a token after each row's chain, remembers them, and returns them packed."""
+        top = spec.features.logprobs
+        out = np.zeros((spec.rows, 2 if top is None else 3 + 2 * top), np.int32)
+        chosen = []
+        for row, chain in enumerate(chains):
+            if chain is None:
+                continue
             slot = int(fields["sampling_states"][row])
-            token = self._sample(shape, cache, fields, row, chains[-1], out[row])
+            token = self._sample(spec, choices, fields, row, chain, out[row])
             if slot < self.owner.counts["sampling"]:
-                chosen.append((slot, start + len(places), token))
-        self._remember(shape, cache, chosen, states)
+                chosen.append((slot, int(fields["seq_lens"][row]) + turn, token))
+        self._remember(spec, choices, chosen)
         return out
 
-    def _sample(self, shape, cache, fields, row, chain, packed, drafted=(), column=0):
+    def _sample(self, shape, choices, fields, row, chain, packed, drafted=(), column=0):
         """Samples the token after a chain, packs what is reported of it, and returns it."""
         top = shape.features.logprobs
-        mixed, forbidden = self._wishes(shape, cache, fields, row, chain, drafted, column)
+        mixed, forbidden = self._wishes(shape, choices, fields, row, chain, drafted, column)
         token, logprob = choose(mixed, forbidden)
         packed[:2] = token, is_finite(chain, self._broken_every)
         if top is not None:
@@ -325,13 +355,9 @@ class SimulatedDevice:
                     left.append((group, state, chains[length], start + length))
         return left
 
-    def _wishes(self, shape, cache, fields, row, chain, drafted, column):
+    def _wishes(self, shape, choices, fields, row, chain, drafted, column):
         """Returns what decides a row's token behind some drafts, and the tokens that it may not have."""
-        features, choices, slot = (
-            shape.features,
-            self._choices(cache),
-            int(fields["sampling_states"][row]),
-        )
+        features, slot = shape.features, int(fields["sampling_states"][row])
         seed, counts, biases = None, None, ()
         if features.draws and fields["temperature"][row] > 0:
             seed = int(fields["seed_low"][row]), int(fields["seed_high"][row])
@@ -352,9 +378,9 @@ class SimulatedDevice:
                 forbidden += np.flatnonzero(bits == 0).tolist()
         return weigh(chain, seed=seed, counts=counts, biases=biases), forbidden
 
-    def _remember(self, shape, cache, chosen, states, *, each_once=True):
-        """Writes choices and states, once every row has read."""
-        choices, slots = self._choices(cache), [slot for slot, *_ in chosen]
+    def _remember(self, shape, choices, chosen, *, each_once=True):
+        """Writes choices, once every row has read."""
+        slots = [slot for slot, *_ in chosen]
         if each_once and len(set(slots)) < len(slots):
             raise WrongUse(f"the slots {slots} are written twice")
         for slot, position, token in chosen:
@@ -365,6 +391,9 @@ class SimulatedDevice:
             if shape.features.penalties:
                 # Of a row without penalties this counts on from junk, which may wrap around.
                 choices["output_counts"][[slot], [token]] += 1
+
+    def _leave_states(self, cache, states):
+        """Writes states, once every row has read."""
         for group, state, chain, length in states:
             self._check_own(group, state)
             for array in self._arrays(cache, group):

@@ -166,6 +166,17 @@ class Faults:
             (0.2, _raiser(RuntimeError)),
             (0.5, _raiser(KeyboardInterrupt)),
         )
+        sequence_runner.forward = self._before(
+            self._after(sequence_runner.forward),
+            (1.0, _raiser(MemoryError)),
+            (0.2, _raiser(RuntimeError)),
+        )
+        sequence_runner.sample = self._before(
+            self._after(sequence_runner.sample),
+            (1.0, _raiser(MemoryError)),
+            (0.2, _raiser(RuntimeError)),
+            (0.5, _raiser(KeyboardInterrupt)),
+        )
         sequence_runner.runner.update = self._before(
             sequence_runner.runner.update, (3.0, _raiser(RuntimeError))
         )

@@ -13,10 +13,14 @@ from tests.engine.h200_host import LAYERS
 
 CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "decode_64_rows"
 PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
+IN_TWO = ("forward", "sample")
 ADAPTED = "decode_adapted"
 INVARIANT = "prefill_invariant"
 VERIFY = ("verify", "verify_followed", "verify_weighed")
-STEPS = ("decode", "decode_best", MANY_ROWS, *CHOOSING, ADAPTED, "prefill", INVARIANT, *VERIFY)
+STEPS = (
+    *("decode", "decode_best", MANY_ROWS, *CHOOSING, *IN_TWO, ADAPTED),
+    *("prefill", INVARIANT, *VERIFY),
+)
 GENERATES = ("generate_short", "generate")
 GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
 BESIDE = ("copy", "readmit", "readmit_processed")
@@ -55,16 +59,21 @@ MORE_DIVIDED = (
     "devices_multi_step_2",
     "devices_experts_decode_2",
 )
+SAMPLES = "devices_sample_2"
 # Exchanges of the sampler. A greedy one needs the largest logit and its id; a draw another maximum; log-probabilities
 # the chosen logit, the largest ones and their ids, and two for the sum of exponentials. Filters need all logits.
-SAMPLED_BY = {"devices_decode_drawn_2": 2 + 1 + 1 + 2 + 2, "devices_decode_filtered_2": 1}
+SAMPLED_BY = {
+    "devices_decode_drawn_2": 2 + 1 + 1 + 2 + 2,
+    SAMPLES: 2 + 1 + 1 + 2 + 2,
+    "devices_decode_filtered_2": 1,
+}
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW_BATCHES = (
-    (MANY_ROWS, *CHOOSING, *PROCESSED, ADAPTED, "generate"),
+    (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, "generate"),
     (ODD, LATE, INVARIANT, *VERIFY, *MORE_WINDOWS),
     (*MORE_HYBRID, SOLVING),
     LATENT,
-    MORE_DIVIDED,
+    (*MORE_DIVIDED, SAMPLES),
 )
 """Slow programs that one process compiles."""
 
@@ -83,6 +92,8 @@ KERNELS = {
     "decode_best": 6 * DEEP + 1,
     MANY_ROWS: 6 * 2 + 1,
     ADAPTED: 7 + 1,
+    # The logits are in the second program.
+    IN_TWO[0]: 6,
     "prefill": 2 * 2 + 1,
     # With a fixed order of sums, prompts have the kernels of decode steps.
     INVARIANT: 6 + 1,
@@ -141,7 +152,7 @@ def each(*names):
     return pytest.mark.parametrize("name", marked)
 
 
-@each(*GOOD, *BESIDE, *HOST, *OTHERS, SOLVING, DIVIDED, *MORE_DIVIDED)
+@each(*GOOD, *BESIDE, *HOST, *OTHERS, SOLVING, DIVIDED, *MORE_DIVIDED, SAMPLES)
 def test_a_program_updates_its_cache_in_place_on_an_h200(report, name):
     # Every leaf of the cache is its own output, and no pool is copied: pages, states, latents, records and index keys.
     found = report(name)
@@ -193,11 +204,11 @@ def test_a_step_of_a_llama_calls_no_library(report, name):
     assert set(report(name)["custom_calls"]) <= {"mosaic_gpu_v2"}
 
 
-@each(DIVIDED, *MORE_DIVIDED)
+@each(DIVIDED, *MORE_DIVIDED, SAMPLES)
 def test_several_devices_exchange_one_sum_per_block_by_a_kernel_over_peer_memory(report, name):
     """One for the embeddings and two for each of two layers, then those of the sampler; none is left to NCCL."""
     found = report(name)
-    exchanged = 1 + 2 * 2 + SAMPLED_BY.get(name, 2)
+    exchanged = SAMPLED_BY.get(name, 2) + (0 if name == SAMPLES else 1 + 2 * 2)
     assert found["collectives"] == ["all-reduce"] * exchanged
     assert found["outside"].count("kCollectiveKernel") == exchanged
     assert not [kind for kind in found["outside"] if "All" in kind or "Nccl" in kind]

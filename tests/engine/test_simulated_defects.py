@@ -18,6 +18,8 @@ from jaxkv.cache.prefix import hits as prefix_hits
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.speculation import speculation
+from jaxkv.engine.step_pipeline import StepPipeline
+from jaxkv.engine.steps.in_flight import UnsampledStep
 from jaxkv.offload.transfers import HostTransfers
 from jaxkv.runner.packer import Packer
 from jaxkv.runner.sequence_runner import SequenceRunner
@@ -71,6 +73,21 @@ def repack(patch, change):
         return changed
 
     wrap(patch, Packer, "pack", make)
+
+
+def remask(patch, change):
+    """Changes what mask each row of a step has; `change(spec, mask_of_row)` does it."""
+
+    def make(pack_masks):
+        def changed(self, spec, masks):
+            packed = pack_masks(self, spec, masks)
+            fields = self.packed_layout.mask_arrangement(spec).split(packed)
+            change(spec, fields["mask_of_row"][: len(masks)])
+            return packed
+
+        return changed
+
+    wrap(patch, Packer, "pack_masks", make)
 
 
 @pytest.fixture(autouse=True)
@@ -339,24 +356,48 @@ def who_comes_back_forgets_what_it_has_generated(patch):
     )
 
 
-@defect(RuntimeError, "a token that is not allowed", caches=["full"], wishes=[(GRAMMAR,)])
+@defect(WrongOutput, caches=["full"], wishes=[(GRAMMAR,)])
 def two_rows_get_the_masks_of_each_other(patch):
-    def change(shape, fields, count):
-        if count > 1 and shape.masks > 1:
-            masks = fields["mask_of_row"]
-            masks[:2] = masks[[1, 0]]
+    def change(spec, mask_of_row):
+        if (mask_of_row[:2] < spec.masks).all():
+            mask_of_row[:2] = mask_of_row[1::-1]
 
-    repack(patch, change)
+    remask(patch, change)
 
 
 @defect(WrongOutput, caches=["full"], wishes=[(GRAMMAR, {})])
 def a_free_row_gets_the_mask_of_another(patch):
-    def change(shape, fields, count):
-        if shape.masks:
-            masks = fields["mask_of_row"][:count]
-            masks[:] = masks.min()
+    def change(spec, mask_of_row):
+        mask_of_row[:] = mask_of_row.min()
 
-    repack(patch, change)
+    remask(patch, change)
+
+
+@defect(WrongOutput, caches=["full"], overlap=True, wishes=[(GRAMMAR,)])
+def a_token_counts_that_was_forced_while_its_step_ran(patch):
+    """The step in flight samples the first of the forced tokens again."""
+    patch.setattr(UnsampledStep, "settled", lambda unsampled: unsampled.step)
+
+
+@defect(
+    RuntimeError,
+    "a token that is not allowed",
+    caches=["full"],
+    overlap=True,
+    wishes=[(GRAMMAR,)],
+)
+def a_step_is_sampled_before_the_one_before_was_read(patch):
+    """Its masks are those of the token before."""
+
+    def make(send):
+        def hasty(pipeline, plan):
+            send(pipeline, plan)
+            if pipeline._unsampled is not None:
+                pipeline.sample()
+
+        return hasty
+
+    wrap(patch, StepPipeline, "send", make)
 
 
 @defect(RuntimeError, "a token that is not allowed", caches=["full"], wishes=[(GRAMMAR,)])

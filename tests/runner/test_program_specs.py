@@ -85,15 +85,31 @@ def test_without_strict_mode_only_a_few_more_rows_are_better_than_a_compilation(
         assert not able.costs_like(needed)
 
 
-def test_a_program_serves_steps_of_fewer_masks_and_16_cost_little():
-    def step(rows, masks):
-        features = Features(grammar=True)
-        return SHAPES.choose(rows, rows, features, total_tokens=100, masks=masks)
+def test_a_sampler_serves_steps_of_fewer_masks_and_16_cost_little():
+    def sampler(rows, masks, **features):
+        features = Features(grammar=True, **features)
+        step = SHAPES.choose(rows, rows, features, total_tokens=100)
+        return SHAPES.sampler(step, features, masks)
 
-    few, many = step(128, 3), step(128, 40)
+    few, many = sampler(128, 3), sampler(128, 40)
     assert many.serves(few)
     assert not few.serves(many)
     assert not many.costs_like(few)
-    assert step(16, 16).costs_like(step(4, 2))
+    assert sampler(16, 16).costs_like(sampler(16, 2))
     assert few.order_of_cost < many.order_of_cost
     assert len({few.name, many.name}) == len({str(few), str(many)}) == 2
+    # The hidden states have as many rows as the first program.
+    assert not sampler(128, 3).serves(sampler(64, 3))
+    drawn = sampler(128, 3, draws=True)
+    assert drawn.serves(few)
+    assert not drawn.costs_like(few)
+
+
+def test_whole_steps_and_first_programs_do_not_serve_for_each_other():
+    whole, first = (
+        SHAPES.choose(8, 8, Features(grammar=grammar), total_tokens=100)
+        for grammar in (False, True)
+    )
+    assert not whole.serves(first)
+    assert not first.serves(whole)
+    assert len({whole.name, first.name}) == len({str(whole), str(first)}) == 2

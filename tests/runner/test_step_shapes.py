@@ -1,5 +1,7 @@
 """The shapes of steps: few, all declared, and padded by no more than the documented factor."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,9 @@ from jaxkv.runner.buckets import (
     row_buckets,
     token_buckets,
 )
+from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes, grain_of
 from jaxkv.sampling.features import Features
 
@@ -166,7 +170,10 @@ def test_steps_that_verify_drafts_have_few_tokens_and_declared_programs(drafts, 
 
 def test_the_number_of_programs_is_bounded():
     assert len(shapes().declare_all(Features())) <= 80
-    assert len(shapes(pinned=True).declare_all(Features())) == 1
+    assert [one.kind for one in shapes(pinned=True).declare_all(Features())] == [
+        "prefill",
+        "sample",
+    ]
     many = shapes(max_tokens=32768, max_rows=256)
     assert len(many.declare_all(Features())) <= 200
 
@@ -178,26 +185,43 @@ def test_too_many_tokens_are_refused():
 
 @given(st.integers(1, 256), st.integers(0, 256), st.integers(1, 6), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_every_number_of_masks_has_a_declared_program_that_holds_them(rows, masks, each, pinned):
+def test_every_number_of_masks_has_declared_programs_that_hold_them(rows, masks, each, pinned):
     """The steps have drafts, one token per row, or prompts."""
     features, masks = Features(grammar=True), min(rows, masks)
     served = shapes(pinned=pinned, max_rows=256, drafts=3)
-    chosen = [served.choose(rows, each * rows, features, total_tokens=64, masks=masks)]
+    first = served.choose(rows, each * rows, features, total_tokens=64)
+    assert first.forward_only
+    chosen = [first, served.sampler(first, features, masks)]
     if not pinned and rows <= served.most_verified:
         chosen.append(served.verify(rows, features, total_tokens=64, masks=masks))
     for most in (None, rows):
         assert set(chosen) <= set(served.declare_all(features, rows=most))
-    assert all(masks <= shape.masks <= shape.rows for shape in chosen)
+    assert first.rows == chosen[1].rows
+    assert all(masks <= one.masks <= one.rows for one in chosen[1:])
 
 
-def test_grammars_double_the_programs_at_most_and_few_masks_take_little_room():
+def test_the_first_programs_of_steps_with_grammars_have_no_sampling_features_and_no_masks():
     served = shapes(max_rows=256)
-    free, masked = (served.declare_all(Features(grammar=one)) for one in (False, True))
-    assert len(free) < len(masked) == len(set(masked)) <= 2 * len(free)
-    assert {shape.masks for shape in free} == {0}
-    few = served.choose(256, 256, Features(grammar=True), total_tokens=64, masks=16)
-    many = served.choose(256, 256, Features(grammar=True), total_tokens=64, masks=17)
-    assert (few.masks, many.masks) == (16, 256)
-    assert len(served.declare_all(Features(grammar=True), rows=16)) == len(
-        served.declare_all(Features(), rows=16)
-    )
+    free, bound = (served.declare_all(Features(grammar=one)) for one in (False, True))
+    first = [one for one in bound if isinstance(one, StepSpec)]
+    assert [replace(one, forward_only=False) for one in first] == free
+    drawn = served.declare_all(Features(grammar=True, draws=True, logprobs=5))
+    assert [one for one in drawn if isinstance(one, StepSpec)] == first
+    samplers = bound[len(first) :]
+    assert {one.rows for one in samplers} == {one.rows for one in first}
+    assert len(samplers) == len(set(samplers)) <= 2 * len({one.rows for one in first})
+
+
+def test_few_masks_take_little_room():
+    served, features = shapes(max_rows=256), Features(grammar=True)
+    step = served.choose(256, 256, features, total_tokens=64)
+    assert [served.sampler(step, features, count).masks for count in (16, 17)] == [16, 256]
+    few = served.declare_all(features, rows=16)
+    assert {one.masks for one in few if isinstance(one, SampleSpec)} <= {*range(1, 17)}
+
+
+def test_adapters_are_for_the_first_of_two_programs_alone():
+    features = Features(grammar=True, lora=True)
+    step = shapes(lora=True).choose(4, 4, features, total_tokens=64)
+    assert step.features == Features(lora=True)
+    assert shapes(lora=True).sampler(step, features, 1).features == Features(grammar=True)

@@ -42,7 +42,7 @@ PINNED = {
     "dtype": "float32",
     "max_model_len": 256,
     "cache": CacheConfig(max_sequences=4, page_size=16),
-    # One program to compile.
+    # Two programs to compile.
     "engine": EngineConfig(token_budget=8, pinned_shapes=True),
     "progress": False,
 }
@@ -172,6 +172,28 @@ def test_rows_without_a_grammar_take_no_more_steps_beside_one(llm):
     assert llm.stats().steps - before - alone == alone
 
 
+def test_no_bit_depends_on_whether_steps_overlap(llm, monkeypatch):
+    prompts = ["def ", "x = ", "class ", "# ", "import ", "y = "]
+    drawn = SamplingParams(temperature=0.9, max_tokens=30, seed=3, logprobs=2, top_k=40)
+    wishes = [
+        constrained(replace(GREEDY, max_tokens=40), json=SCHEMA),
+        drawn,
+        constrained(drawn, json=SCHEMA),
+        constrained(replace(drawn, presence_penalty=0.5, min_tokens=5), regex="[a-d]{3,12}z"),
+        constrained(replace(GREEDY, logit_bias={7: 1.0}, max_tokens=30), json_object=True),
+        GREEDY,
+    ]
+
+    def told():
+        outputs = llm.generate(prompts, wishes)
+        return [(one.token_ids, one.finish_reason, one.text, one.logprobs) for one in outputs]
+
+    overlapping = told()
+    serial = replace(llm.engine.config, overlap=False)
+    monkeypatch.setattr(llm.engine, "config", serial)
+    assert told() == overlapping
+
+
 def test_forced_tokens_are_those_of_one_by_one(llm, monkeypatch):
     wishes = [
         constrained(replace(GREEDY, max_tokens=40), json=schema)
@@ -184,11 +206,16 @@ def test_forced_tokens_are_those_of_one_by_one(llm, monkeypatch):
     assert [one.finish_reason for one in at_once] == [one.finish_reason for one in one_by_one]
 
 
-def test_a_forced_text_takes_two_steps(llm):
-    before = llm.stats().steps
-    [output] = llm.generate("x", constrained(regex="one two three [a-b]"))
-    assert len(output.token_ids) > 4
-    assert llm.stats().steps - before == 2
+def test_a_longer_forced_text_takes_no_more_steps(llm):
+    def steps(text):
+        before = llm.stats().steps
+        [output] = llm.generate("x", constrained(regex=f"{text}[a-b]"))
+        assert output.text[:-1] == text
+        return llm.stats().steps - before, len(output.token_ids)
+
+    (few, short), (same, long) = steps("one "), steps("one two three ")
+    assert short + 3 < long
+    assert few == same
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])

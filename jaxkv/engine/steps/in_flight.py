@@ -1,8 +1,8 @@
-"""A step in flight: its rows, its output on the device, and the unpacking of its results."""
+"""A step in flight, sampled or not: its rows, its output on the device, and the unpacking of its results."""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -12,8 +12,10 @@ from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.steps.step_plan import Part, columns_of, first_step, token_masks_of
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import PendingCheckpoint, StepRows
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.runner.sampled_rows import SampledRows, unpack_sampled
 from jaxkv.runner.weight_version import WeightVersion
+from jaxkv.sampling.features import Features
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class InFlightStep:
     Attributes:
         parts: its rows, in order.
         epochs: the epoch of each row's request at dispatch.
-        shape: the spec of its program, which determines the columns of `out`.
+        shape: the spec of its program, or of the first of two.
         out: packed sampled tokens on the device.
         weight_version: version of the parameters that it runs with.
         pending_checkpoints: the pending state checkpoints that it writes.
+        sampler: the spec of its second program; `None` for a step in one.
     """
 
     parts: tuple[Part, ...]
@@ -35,6 +38,12 @@ class InFlightStep:
     out: Array
     weight_version: WeightVersion = 0
     pending_checkpoints: tuple[PendingCheckpoint, ...] = ()
+    sampler: SampleSpec | None = None
+
+    @property
+    def features(self) -> Features:
+        """Sampling features of the program that sampled, which determine the columns of `out`."""
+        return self.shape.features if self.sampler is None else self.sampler.features
 
     def start_copy_to_host(self) -> None:
         """Starts the copy of `out` to the host, which `is_done` needs."""
@@ -50,11 +59,37 @@ class InFlightStep:
     def unpack(self, packed: np.ndarray) -> list[SampledRows]:
         """Returns the sampled tokens of each of its steps, or positions of drafts; `packed` is `out` on the host."""
         several = packed if self.shape.steps > 1 or self.shape.drafts else packed[None]
-        return [unpack_sampled(one, self.shape.features) for one in several]
+        return [unpack_sampled(one, self.features) for one in several]
+
+
+@dataclass(frozen=True)
+class UnsampledStep:
+    """A step whose first program was dispatched, and whose second one waits for the masks of its rows.
+
+    Attributes:
+        step: the step; its `out` are the rows' hidden states, [rows, hidden_size], which the runner has too.
+        arrays: packed sampling inputs, as `SequenceRunner.sample` takes them.
+    """
+
+    step: InFlightStep
+    arrays: tuple[np.ndarray, np.ndarray]
+
+    def settled(self) -> InFlightStep:
+        """Returns the step as it counts now: a row whose next token its grammar has forced since emits none."""
+        parts = [
+            part._replace(emits=0)
+            if part.emits and len(part.sequence.tokens) > part.start + part.count
+            else part
+            for part in self.step.parts
+        ]
+        return replace(self.step, parts=tuple(parts))
 
 
 def step_rows_of(
-    parts: Sequence[Part], shape: StepSpec, pending_checkpoints: Sequence[PendingCheckpoint] = ()
+    parts: Sequence[Part],
+    shape: StepSpec,
+    pending_checkpoints: Sequence[PendingCheckpoint] = (),
+    features: Features | None = None,
 ) -> StepRows:
     """Returns the rows of a step as the packer takes them.
 
@@ -62,9 +97,11 @@ def step_rows_of(
 
     Args:
         parts: the parts of the step.
-        shape: the spec of its program.
+        shape: the spec of its program, or of the first of two.
         pending_checkpoints: the pending state checkpoints that the step writes.
+        features: sampling features of the second program; those of `shape` if not given.
     """
+    features = shape.features if features is None else features
     left: Sequence[int] = ()
     if shape.steps > 1:
         left = [part.count for part in parts]
@@ -72,13 +109,13 @@ def step_rows_of(
     columns = columns_of(parts)
     sequences, starts, counts, emits, carry, drafts = columns
     generated: list[int] = []
-    if shape.features.min_tokens:
+    if features.min_tokens:
         generated = [sequence.generated + sequence.pending for sequence in sequences]
     masks: list[np.ndarray | None] = []
     if shape.features.grammar:
         masks = token_masks_of(columns)
     given: list[tuple[int, ...]] = []
-    if shape.features.logprobs is not None and any(one.request.given for one in sequences):
+    if features.logprobs is not None and any(one.request.given for one in sequences):
         given = [_given(*pair) for pair in zip(sequences, left or emits, strict=True)]
     return StepRows(
         sequences=[sequence.number for sequence in sequences],

@@ -145,14 +145,15 @@ def declare_multi_steps(
         if isinstance(single, StepSpec)
         and steps > 1
         and single.decode
-        and not (single.features.min_tokens or single.features.grammar)
+        and not (single.features.min_tokens or single.forward_only)
         and (not automatic or _benefits(single))
     ]
 
 
 def _benefits(shape: StepSpec) -> bool:
     """Whether measurements on a GPU showed that several such steps in one program are faster, with the same tokens."""
-    return shape.decode and shape.rows <= _FEW_ROWS and shape.features == Features()
+    few = shape.decode and shape.rows <= _FEW_ROWS
+    return few and not shape.forward_only and shape.features == Features()
 
 
 def _several(single: StepSpec, steps: int) -> StepSpec:

@@ -91,7 +91,7 @@ def next_decode_part(sequence: RequestState) -> Part | None:
     It decides most rows of most steps in one call; `part_of` makes the same part.
     """
     pages = sequence.pages
-    if pages is None or sequence.other_samples or sequence.constraint is not None:
+    if pages is None or sequence.other_samples:
         return None
     start, known = pages.computed, len(sequence.tokens)
     stop = start + 1
