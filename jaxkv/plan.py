@@ -1,8 +1,7 @@
 """Plans the cache's memory and the programs to compile, before weights are loaded."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import jax
@@ -49,7 +48,7 @@ from jaxkv.sampling.register_processors import register_processors
 from jaxkv.weights.directory import read_config_json
 from jaxkv.weights.load import scheme_of
 from jaxkv.weights.quantised.rounding import ROUNDINGS
-from jaxkv.weights.quantised.weight_forms import has_few_bits, weight_forms
+from jaxkv.weights.quantised.weight_forms import bytes_of_types, has_few_bits, weight_forms
 from pallas_kernels.dispatch import Unsupported
 
 _KERNELS = "mosaic_gpu"
@@ -251,7 +250,7 @@ def explain_plan(
     divided = over_devices(whole, tensor_parallel_size, params, planned=True)
     model = model_for(divided or whole, cache, engine)
     if divided is not None:
-        params = divided.param_shapes(resolved)
+        params = divided.divided_types(params)
     weights = bytes_of_types(params) if holds_weights else 0
     free_bytes = _for_cache(free_bytes, weights, cache.memory_share)
     processors = register_processors(
@@ -272,9 +271,7 @@ def explain_plan(
     lines = [
         f"{config.family}: {model.num_layers} layers, {model.vocab_size:,} token ids, in {resolved}; "
         f"{per_token:,} bytes of cache per token",
-        *_weights(
-            directory, whole, params, resolved, roundings=ROUNDINGS if divided is None else ()
-        ),
+        *_weights(directory, divided or whole, params, resolved),
         *_devices(tensor_parallel_size),
         runs,
         *_invariance(engine),
@@ -342,31 +339,24 @@ def _host(layout: CacheLayout, cache: CacheConfig, per_token: int, devices: int)
     ]
 
 
-def bytes_of_types(params: Params) -> int:
-    """Returns the bytes of parameters on each device, given their types, with shardings if there are several."""
-
-    def size(leaf: jax.ShapeDtypeStruct) -> int:
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        return prod(shape) * leaf.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(params)))
-
-
 def _weights(
-    directory: Path, model: Decoder, params: Params, dtype: str, *, roundings: Iterable[str]
+    directory: Path, model: Decoder | TensorParallel, params: Params, dtype: str
 ) -> list[str]:
-    """Returns the lines on what the weights take, as they are and rounded to fewer bits."""
+    """Returns the lines on what the weights take on each device, as they are and rounded to fewer bits."""
     lines = [f"weights: {bytes_of_types(params):,} bytes"]
     if has_few_bits(params):
         forms = ", ".join(f"{form} {size:,} bytes" for form, size in weight_forms(params).items())
         return [*lines, f"  expected by config.json: {forms}"]
-    others = {
-        name: bytes_of_types(expected_params(directory, model, dtype=dtype, quantization=name))
-        for name in roundings
-        if scheme_of(directory) is None
-    }
-    sizes = ", ".join(f"{name} {size:,} bytes" for name, size in others.items())
-    return [*lines, f"  with --quantization: {sizes}"] if others else lines
+    if scheme_of(directory) is not None:
+        return lines
+    whole = model.whole if isinstance(model, TensorParallel) else model
+    sizes = []
+    for name in ROUNDINGS:
+        types = expected_params(directory, whole, dtype=dtype, quantization=name)
+        if isinstance(model, TensorParallel):
+            types = model.divided_types(types)
+        sizes.append(f"{name} {bytes_of_types(types):,} bytes")
+    return [*lines, f"  with --quantization: {', '.join(sizes)}"]
 
 
 def _for_cache(free_bytes: int | None, weights: int, share: float) -> int | None:

@@ -21,9 +21,10 @@ from jaxkv import (
     default_model,
 )
 from jaxkv.errors import BadCheckpoint
-from jaxkv.models.registry import build_model, load_config, load_params
-from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
+from jaxkv.models.registry import build_model, expected_params, load_config, load_params
+from jaxkv.models.tensor_parallel import AXIS, TensorParallel, over_devices, tensor_mesh
 from jaxkv.plan import explain_plan
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels.dispatch import Unsupported
 from tests.devices import needs_devices
 from tests.one_layer import one_layer_model
@@ -32,6 +33,7 @@ pytestmark = needs_devices(8)
 
 PROMPT = "def f(x):\n    return x + 1\n\n\ndef g(y):\n    return y * 2\n"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+CHOSEN = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
 DRAWN = SamplingParams(
     temperature=0.9,
     top_p=0.9,
@@ -323,7 +325,10 @@ def test_random_weights_are_those_of_one_device(folder):
         ({"tensor_parallel_size": 16}, "the number of devices here, 8, got 16"),
         ({"tensor_parallel_size": 3}, "which has heads = 8, kv_heads = 2"),
         ({"batch_invariant": True}, "batch_invariant is supported on one device only"),
-        ({"quantization": "int8"}, "weights in 8 or 4 bits are supported on one device only"),
+        (
+            {"quantization": "int4", "tensor_parallel_size": 4},
+            "4 devices would have 144 columns each of a weight with a scale for 64",
+        ),
         ({"lora": True}, "got a TensorParallel; turn lora off"),
     ],
 )
@@ -331,6 +336,79 @@ def test_what_several_devices_cannot_do_is_refused(folder, options, message):
     options = {"tensor_parallel_size": 2} | options
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(folder, progress=False, max_model_len=64, **options)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "devices"),
+    [("int4", 2), pytest.param("int8", 4, marks=pytest.mark.slow)],
+)
+def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization, devices):
+    """Two devices have 288 columns each of a weight with a scale for 64, so these are cut into halves."""
+    found, sizes = [], []
+    for count in (1, devices):
+        options = SMALL | {"quantization": quantization, "tensor_parallel_size": count}
+        with LLM(folder, **options) as llm:
+            outputs = llm.generate([PROMPT, "import"], CHOSEN)
+            found.append([sample for one in outputs for sample in one.outputs])
+            forms = llm.stats().weights.items()
+            sizes.append(sum(size for form, size in forms if form.startswith(quantization)))
+            codes = [leaf for leaf in jax.tree.leaves(llm.params) if leaf.dtype.itemsize == 1]
+            assert codes
+            assert all(leaf.is_fully_replicated == (count == 1) for leaf in codes)
+            llm.engine.runner.update_params(llm.params, llm.engine.runner.weight_version)
+    for wanted, got in zip(*found, strict=True):
+        assert got.token_ids == wanted.token_ids
+        chosen = [
+            [step[token] for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+            for one in (got, wanted)
+        ]
+        np.testing.assert_allclose(*chosen, atol=1e-4)
+    assert sizes[0] / devices <= sizes[1] < 1.2 * sizes[0] / devices
+
+
+def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder):
+    """Each device's arrays mean its part of the weight that all arrays mean."""
+    whole = build_model(load_config(folder))
+    types = expected_params(folder, whole, dtype="float32", quantization="int4")
+    params = whole.init_params_like(jax.random.key(1), types)
+    model = TensorParallel(whole, tensor_mesh(2))
+    divided = model.divided(params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(divided, model.divided_types(types))
+    meant = jax.tree.map(
+        lambda leaf: leaf.widened() if is_few_bits(leaf) else leaf, params, is_leaf=is_few_bits
+    )
+    wanted = model.divided(meant)
+    assert is_few_bits(divided["layers"][0]["down"])
+    for (path, leaf), plain in zip(
+        jax.tree_util.tree_leaves_with_path(divided, is_leaf=is_few_bits),
+        jax.tree.leaves(wanted),
+        strict=True,
+    ):
+        if is_few_bits(leaf):
+            for device in range(2):
+                own = jax.tree.map(lambda array: array.addressable_shards[device].data, leaf)  # noqa: B023
+                part = plain.addressable_shards[device].data
+                assert np.array_equal(own.widened(), part), path
+    model.refuse_undivided(divided)
+    with pytest.raises(ValueError, match="are not divided among the 2 devices"):
+        model.refuse_undivided(params)
+
+
+def test_columns_in_an_order_of_their_own_are_refused(folder):
+    """GPTQ's act-order."""
+    whole = build_model(load_config(folder))
+    types = expected_params(folder, whole, dtype="float32", quantization="int4")
+    layer = types["layers"][0]
+    for name in ("down", "qkv"):
+        order = jax.ShapeDtypeStruct(layer[name].shape[-1:], np.int32)
+        changed = layer | {name: replace(layer[name], order=order)}
+        sorted_types = types | {"layers": (changed, *types["layers"][1:])}
+        if name == "qkv":
+            divided = TensorParallel(whole, tensor_mesh(2)).divided_types(sorted_types)
+            assert divided["layers"][0]["qkv"].order.shape == order.shape
+        else:
+            with pytest.raises(ValueError, match="sorted by importance"):
+                over_devices(whole, 2, sorted_types)
 
 
 def test_a_vocabulary_that_the_devices_cannot_divide_stays_whole(folder, tmp_path):

@@ -152,23 +152,25 @@ class Decoder:
         key: PRNGKeyArray,
         types: Params,
         *,
-        placed: Callable[[str, Array], Array] = lambda path, leaf: leaf,
+        placed: Callable[[str, Any], Any] = lambda path, leaf: leaf,
     ) -> Params:
         """Returns random parameters of given types, which may be `FewBits` of types, drawn leaf by leaf on the device.
 
         Args:
             key: seed.
             types: the types, in the tree of `param_shapes`.
-            placed: returns what becomes of a plain leaf, given its dotted path, before the next one is drawn.
+            placed: returns what becomes of a leaf, given its dotted path, before the next one is drawn.
         """
         kinds, tree = jax.tree.flatten(types, is_leaf=is_few_bits)
         drawn = []
         for index, (path, leaf) in enumerate(self.leaf_declarations().items()):
             own, kind = jax.random.fold_in(key, index), kinds[index]
-            if isinstance(kind, FewBits):
-                drawn.append(draw_few_bits(own, kind, _INIT_SCALE))
-            else:
-                drawn.append(placed(path, _make(own, leaf, kind.dtype)))
+            made = (
+                draw_few_bits(own, kind, _INIT_SCALE)
+                if isinstance(kind, FewBits)
+                else _make(own, leaf, kind.dtype)
+            )
+            drawn.append(placed(path, made))
         return tree.unflatten(drawn)
 
     def param_shapes(self, dtype: DTypeLike) -> Params:

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
@@ -24,14 +23,15 @@ from jaxkv.cache.state import Cache
 from jaxkv.config.checks import as_int
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.shards import Shards
-from jaxkv.models.block import ONCE, Split
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.param_division import ParamDivision
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.shard_config import shard_config
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.sample import Sampled, SamplingState, sample
 from jaxkv.sampling.vocab import Vocab
-from jaxkv.weights.quantised.weight_forms import has_few_bits
+from jaxkv.weights.quantised.weight_forms import is_few_bits
+from pallas_kernels.formats.few_bits import FewBits
 
 AXIS = "tensor"
 """Name of the mesh axis."""
@@ -72,30 +72,27 @@ def over_devices(
         planned: nothing will run, so there need not be as many devices.
 
     Raises:
-        ValueError: there are fewer devices, they cannot divide the decoder, or its weights are in 8 or 4 bits.
+        ValueError: there are fewer devices, or they cannot divide the decoder or its weights in 8 and 4 bits.
     """
     count = as_int("tensor_parallel_size", devices, 1, 2**16)
     if count == 1:
         return None
-    if has_few_bits(types):
-        raise ValueError(
-            f"weights in 8 or 4 bits are supported on one device only, and tensor_parallel_size is {count}; load plain "
-            "weights, or take one device"
-        )
     mesh = (
         AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
         if planned
         else tensor_mesh(count)
     )
-    return TensorParallel(decoder, mesh)
+    divided = TensorParallel(decoder, mesh)
+    # It raises for weights in few bits that cannot be divided, before they are loaded.
+    divided.divided_types(types)
+    return divided
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """A decoder over several devices.
 
-    Parameters are divided as they are declared (`Leaf.split`). A global array is the devices' parts one after the
-    other, so the rows of a fused projection are in another order than in the whole decoder's.
+    Parameters are divided as they are declared (`Leaf.split`), see `jaxkv.models.param_division`.
 
     Attributes:
         whole: the decoder.
@@ -205,12 +202,28 @@ class TensorParallel:
 
     def param_shapes(self, dtype: DTypeLike) -> Params:
         """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s with shardings, without computing it."""
-        return jax.tree_util.tree_map_with_path(self._joined_type, self.part.param_shapes(dtype))
+        return self.divided_types(self.whole.param_shapes(dtype))
+
+    def divided_types(self, types: Params) -> Params:
+        """Returns the types of parameters, with shardings, given those of the whole decoder's.
+
+        Raises:
+            ValueError: some are in 8 or 4 bits, and the devices cannot divide their columns.
+        """
+        return self._division.types(types)
 
     def divided(self, params: Params) -> Params:
         """Returns the whole decoder's parameters, divided: a copy."""
-        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-        return tree.unflatten(self.divide(_dotted(path), leaf) for path, leaf in leaves)
+        return self._division.divided(params)
+
+    def divide(self, path: str, leaf: Shaped[Array, "..."] | FewBits) -> Any:  # noqa: ANN401 - as `leaf`
+        """Returns a parameter of the whole decoder, or one array of a `FewBits`, divided among the devices.
+
+        Args:
+            path: its dotted path.
+            leaf: the whole parameter.
+        """
+        return self._division.divide(path, leaf)
 
     def refuse_undivided(self, params: Params) -> None:
         """Raises `ValueError` if arrays are not divided among the devices as `divided` does it.
@@ -218,39 +231,15 @@ class TensorParallel:
         Tracers are not checked, since they have no place yet.
         """
         types = self.param_shapes(jnp.float32)
-        if jax.tree.structure(params) != jax.tree.structure(types):
+        if jax.tree.structure(params, is_leaf=is_few_bits) != jax.tree.structure(types):
             return
-        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-        wrong = [
-            _dotted(path)
-            for (path, leaf), kind in zip(leaves, jax.tree.leaves(types), strict=True)
-            if not (isinstance(leaf, Tracer) or _is_at(leaf, kind.sharding))
-        ]
+        wrong = self._division.not_divided(params)
         if wrong:
             raise ValueError(
-                f"{len(wrong)} of {len(leaves)} parameters are not divided among the {self.count} devices, {wrong[0]} "
-                "for one; give model.divided(params), where model is the TensorParallel, such as LLM.model"
+                f"{len(wrong)} of {len(jax.tree.leaves(params))} parameters are not divided among the {self.count} "
+                f"devices, {wrong[0]} for one; give model.divided(params), where model is the TensorParallel, such as "
+                "LLM.model"
             )
-
-    def divide(self, path: str, leaf: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Returns a parameter of the whole decoder, divided among the devices.
-
-        Args:
-            path: its dotted path.
-            leaf: the whole parameter.
-        """
-        split = self._splits[path]
-        place = NamedSharding(self.mesh, self._spec(split))
-        if split is None:
-            return jax.device_put(leaf, place)
-        parts = [_part_of(leaf, split, self.count, number) for number in range(self.count)]
-        if isinstance(leaf, Tracer):
-            return jax.device_put(jnp.concatenate(parts, axis=split.axis), place)
-        assert isinstance(self.mesh, Mesh), "arrays need devices"
-        parts = list(map(jax.device_put, parts, self.mesh.devices.flat))
-        shape = list(parts[0].shape)
-        shape[split.axis] *= self.count
-        return jax.make_array_from_single_device_arrays(tuple(shape), place, parts)
 
     def forward(
         self, params: Params, cache: Cache, batch: StepBatch
@@ -261,7 +250,7 @@ class TensorParallel:
         run = jax.shard_map(
             self.part.forward,
             mesh=self.mesh,
-            in_specs=(self._param_specs(params), pools, everywhere),
+            in_specs=(self._division.specs(params), pools, everywhere),
             out_specs=(pools, everywhere),
             # Our kernels do not declare over which axes their results vary.
             check_vma=False,
@@ -275,7 +264,7 @@ class TensorParallel:
         run = jax.shard_map(
             self.part.logits,
             mesh=self.mesh,
-            in_specs=(self._param_specs(params), PartitionSpec()),
+            in_specs=(self._division.specs(params), PartitionSpec()),
             out_specs=PartitionSpec(),
             check_vma=False,
         )
@@ -311,7 +300,7 @@ class TensorParallel:
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(self._param_specs(params), *(everywhere,) * 4),
+            in_specs=(self._division.specs(params), *(everywhere,) * 4),
             out_specs=everywhere,
             check_vma=False,
         )(params, hidden, sampling, state, positions)
@@ -326,14 +315,9 @@ class TensorParallel:
         return self.mesh.axis_names[0]
 
     @cached_property
-    def _splits(self) -> Mapping[str, Split | None]:
-        """Dotted path of a parameter -> how it is divided; `None` if every device has all of it."""
-        parts = self.part.leaf_declarations()
-        return {
-            # Token ids that cannot be divided leave the shape of their tables.
-            path: leaf.split if leaf.split == ONCE or parts[path].shape != leaf.shape else None
-            for path, leaf in self.whole.leaf_declarations().items()
-        }
+    def _division(self) -> ParamDivision:
+        whole, part = self.whole.leaf_declarations(), self.part.leaf_declarations()
+        return ParamDivision(whole, part, self.mesh)
 
     @cached_property
     def _pool_splits(self) -> Mapping[tuple[int, str], int]:
@@ -349,49 +333,7 @@ class TensorParallel:
     def _pool_spec(self, key: tuple[int, str]) -> PartitionSpec:
         layer, role = key
         axis = self._pool_splits.get((layer, role.removesuffix("_scale")))
-        return self._spec(None if axis is None else Split(axis))
-
-    def _spec(self, split: Split | None) -> PartitionSpec:
-        return PartitionSpec() if split is None else PartitionSpec(*[None] * split.axis, self._axis)
-
-    def _joined_type(self, path: tuple[Any, ...], part: jax.ShapeDtypeStruct) -> Any:  # noqa: ANN401
-        """Returns the type of a parameter over all devices, given that of a device's part."""
-        split, shape = self._splits[_dotted(path)], list(part.shape)
-        if split is not None:
-            shape[split.axis] *= self.count
-        place = NamedSharding(self.mesh, self._spec(split))
-        return jax.ShapeDtypeStruct(tuple(shape), part.dtype, sharding=place)
-
-    def _param_specs(self, params: Params) -> Any:  # noqa: ANN401 - a pytree
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: self._spec(self._splits[_dotted(path)]), params
-        )
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self._axis)
 
     def _joined(self, spec: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a paged or a state spec
         return tuple(array.joined(self.count) for array in spec.arrays)
-
-
-def _part_of(
-    leaf: Shaped[Array, "..."], split: Split, count: int, number: int
-) -> Shaped[Array, "..."]:
-    """Returns the part of device `number` of a parameter."""
-    if split == ONCE:
-        return leaf if number == 0 else jnp.zeros_like(leaf)
-    first, taken = 0, []
-    for size, units in split.parts:
-        # Each device has one of `pieces` pieces; with fewer units than devices, several have the same.
-        pieces = min(units, count)
-        width = size // pieces
-        begin = first + number * pieces // count * width
-        taken.append(jax.lax.slice_in_dim(leaf, begin, begin + width, axis=split.axis))
-        first += size
-    return jnp.concatenate(taken, axis=split.axis)
-
-
-def _is_at(leaf: object, place: Sharding) -> bool:
-    """Whether an array is where a sharding places it."""
-    return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(place, leaf.ndim)
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -46,8 +46,8 @@ class Stats:
         implementation: implementation of the ops of all layers: "mosaic_gpu", "xla" or "cudnn".
         implementation_reasons: why a faster implementation is not used; empty if there is none or the user chose.
         batch_invariant: whether all sums have a fixed order, see `EngineConfig`.
-        weights: form -> bytes of the parameters in it, such as "bfloat16" or "int4 in groups of 128"; empty while
-            `sleep` has dropped them.
+        weights: form -> bytes of the parameters in it on each device, such as "bfloat16" or "int4 in groups of 128";
+            empty while `sleep` has dropped them.
         device: name of the device that holds the cache.
         cache: statistics of each group's pool.
         cache_bytes: memory of all pools.

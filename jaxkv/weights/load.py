@@ -121,7 +121,7 @@ def load_by_rules(
         with bar:
             arrays = iter(fill_leaves(leaves, device, bar.update, placed))
         return structure.unflatten(
-            one.joined([next(arrays) for _ in one.leaves])
+            one.joined([next(arrays) for _ in one.leaves], placed)
             if isinstance(one, FewBitsLeaf)
             else next(arrays)
             for one in made

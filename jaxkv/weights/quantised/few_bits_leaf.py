@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
 from jaxkv.weights.quantised.quantised_tensor import STORED, QuantisedTensor
 from jaxkv.weights.rules import Combine
+from jaxkv.weights.staging import Placed
 from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, StoredLeaf
 from pallas_kernels.formats.few_bits import CODES, FewBits
 
@@ -94,10 +96,14 @@ class FewBitsLeaf:
         """The arrays to be read."""
         return [leaf for leaf in (self.codes, self.scales, self.zeros) if leaf is not None]
 
-    def joined(self, arrays: Sequence[jax.Array]) -> FewBits:
-        """Returns the parameter of the arrays of `leaves`."""
+    def joined(self, arrays: Sequence[jax.Array], placed: Placed | None = None) -> FewBits:
+        """Returns the parameter of the arrays of `leaves`, which `fill_leaves` has placed."""
         codes, scales, *zeros = arrays
-        order = None if self.order is None else jax.device_put(self.order, codes.sharding)
+        order: Any = self.order
+        if order is not None:
+            path = f"{self.codes.target.removesuffix('codes')}order"
+            order = jnp.asarray(order)
+            order = placed(path, order) if placed else jax.device_put(order, codes.sharding)
         return FewBits(codes, scales, zeros[0] if zeros else None, order, self.code)
 
     @property

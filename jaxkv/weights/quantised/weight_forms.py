@@ -26,14 +26,25 @@ def has_few_bits(params: Any) -> bool:  # noqa: ANN401 - a pytree of arrays, or 
 
 
 def weight_forms(params: Any) -> dict[str, int]:  # noqa: ANN401 - a pytree of arrays, or of their types
-    """Returns form -> bytes of the parameters in it, such as "bfloat16" or "int4 in groups of 128"; most first."""
+    """Returns form -> bytes of the parameters in it, such as "bfloat16" or "int4 in groups of 128"; most first.
+
+    The bytes are those of each device, if several divide the parameters.
+    """
     sizes: Counter[str] = Counter()
     for node in jax.tree.leaves(params, is_leaf=is_few_bits):
         name = _form(node) if isinstance(node, FewBits) else str(node.dtype)
-        sizes[name] += sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(node)
-        )
+        sizes[name] += bytes_of_types(node)
     return dict(sizes.most_common())
+
+
+def bytes_of_types(params: Any) -> int:  # noqa: ANN401 - a pytree of arrays, or of their types
+    """Returns the bytes of parameters on each device."""
+
+    def size(leaf: Any) -> int:  # noqa: ANN401 - an array, or its type
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(params)))
 
 
 def _form(weight: FewBits) -> str:
