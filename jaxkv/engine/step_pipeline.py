@@ -124,8 +124,7 @@ class StepPipeline:
         """
         unsampled, self._unsampled = self._unsampled, None
         assert unsampled is not None, "a step waits for its tokens"
-        step = unsampled.settled()
-        masks = token_masks_of(columns_of(step.parts))
+        step, (parts, masks) = unsampled.step, unsampled.settled()
         assert step.sampler is not None, "a step in two programs has a sampler"
         sampler = self._shapes.sampler(step.shape, step.sampler.features, num_masks(masks))
         if self._runner.programs.is_closed and not self._runner.has(sampler):
@@ -137,9 +136,9 @@ class StepPipeline:
             raise
         except STEP_FAILURES as error:
             if not self._oom_backoff.note_failure(step.shape, error, lost=False):
-                self._finisher.fail_if_retried([part.sequence for part in step.parts], error)
+                self._finisher.fail_if_retried([part.sequence for part in parts], error)
             raise
-        self._in_flight.append(replace(step, out=out, sampler=sampler))
+        self._in_flight.append(replace(step, parts=parts, out=out, sampler=sampler))
 
     def send(self, plan: StepPlan) -> None:
         """Prepares the cache for a plan, and sends a step of the requests whose preparation succeeded.
@@ -263,7 +262,10 @@ class StepPipeline:
 
     def _run(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep | UnsampledStep:
         """Runs a step, or its first program, with the pending checkpoints that fit; releases them if that fails."""
-        sampler = self._sampler(parts, shape) if shape.forward_only else None
+        sampler, bound = None, ()
+        if shape.forward_only:
+            bound = _bound(parts)
+            sampler = self._sampler(parts, shape, masks=len(bound))
         features = shape.features if sampler is None else sampler.features
         checkpoints, runner = self._state_checkpoints, self._sequence_runner
         pending_checkpoints = () if checkpoints is None else checkpoints.take_pending(parts, shape)
@@ -287,17 +289,27 @@ class StepPipeline:
             pending_checkpoints=pending_checkpoints,
             sampler=sampler,
         )
-        return step if arrays is None else UnsampledStep(step, arrays)
+        return step if arrays is None else UnsampledStep(step, arrays, bound)
 
-    def _sampler(self, parts: Sequence[Part], shape: StepSpec) -> SampleSpec:
+    def _sampler(self, parts: Sequence[Part], shape: StepSpec, *, masks: int) -> SampleSpec:
         """Returns the second program of a step, with room for all the masks that it may need.
 
         Raises:
             ProgramRefused: strict mode has none; found before the first program runs.
         """
         features = union([part.sequence.features for part in parts])
-        masks = sum([part.sequence.constraint is not None for part in parts])
         sampler = self._runner.fit(self._shapes.sampler(shape, features, masks))
         if self._runner.programs.is_closed:
             self._runner.program(sampler)
         return sampler
+
+
+def _bound(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Returns the indices of the parts that sample a token under a grammar."""
+    return tuple(
+        [
+            index
+            for index, part in enumerate(parts)
+            if part.sequence.constraint is not None and part.emits
+        ]
+    )

@@ -7,6 +7,7 @@ fill prefill programs. Above `LOOSE_TOKENS` tokens, a step has at most `MOST_PAD
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.buckets import (
@@ -185,7 +186,8 @@ class StepShapes:
         """
         if self.pinned:
             features, masks = self._features, shape.rows
-        features = replace(features, lora=False)
+        if features.lora:
+            features = replace(features, lora=False)
         return SampleSpec(shape.rows, features, bucket(max(masks, 1), mask_buckets(shape.rows)))
 
     @property
@@ -303,6 +305,7 @@ def _with_masks(shape: StepSpec, masks: int) -> StepSpec:
     return replace(shape, masks=bucket(max(masks, 1), mask_buckets(shape.rows)))
 
 
+@cache
 def _without_masks(shape: StepSpec) -> StepSpec:
     """Returns the program that computes such a step as far as no masks are needed, if its rows may have a grammar."""
     if not shape.features.grammar:

@@ -32,8 +32,8 @@ class GeneratedTokens(Sequence[int]):
         """Returns a token, or a list of tokens."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            places = range(start, stop, step)
-            return [self._tokens[self._begin + place] for place in places]
+            assert step > 0, "a slice of generated tokens goes forward"
+            return self._tokens[self._begin + start : self._begin + stop : step]
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
             raise IndexError(f"there are {len(self)} generated tokens, got index {index}")

@@ -17,6 +17,7 @@ from jaxkv.cache.page_allocator import PageAllocator
 from jaxkv.cache.prefix import hits as prefix_hits
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.collect import Collector
+from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.speculation import speculation
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.steps.in_flight import UnsampledStep
@@ -365,6 +366,17 @@ def two_rows_get_the_masks_of_each_other(patch):
     remask(patch, change)
 
 
+@defect(
+    RuntimeError,
+    "a token that is not allowed",
+    caches=["full"],
+    wishes=[(GRAMMAR, {})],
+    **GUESSED | {"drafted_share": 0.5},
+)
+def drafts_are_verified_beside_a_row_whose_mask_is_not_known_yet(patch):
+    patch.setattr(RequestState, "has_mask", True)
+
+
 @defect(WrongOutput, caches=["full"], wishes=[(GRAMMAR, {})])
 def a_free_row_gets_the_mask_of_another(patch):
     def change(spec, mask_of_row):
@@ -373,10 +385,20 @@ def a_free_row_gets_the_mask_of_another(patch):
     remask(patch, change)
 
 
-@defect(WrongOutput, caches=["full"], overlap=True, wishes=[(GRAMMAR,)])
+@defect(
+    RuntimeError,
+    "a token that is not allowed",
+    caches=["full"],
+    overlap=True,
+    wishes=[(GRAMMAR,)],
+)
 def a_token_counts_that_was_forced_while_its_step_ran(patch):
     """The step in flight samples the first of the forced tokens again."""
-    patch.setattr(UnsampledStep, "settled", lambda unsampled: unsampled.step)
+
+    def make(settled):
+        return lambda unsampled: (unsampled.step.parts, settled(unsampled)[1])
+
+    wrap(patch, UnsampledStep, "settled", make)
 
 
 @defect(

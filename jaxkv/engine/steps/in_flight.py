@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -69,20 +69,28 @@ class UnsampledStep:
     Attributes:
         step: the step; its `out` are the rows' hidden states, [rows, hidden_size], which the runner has too.
         arrays: packed sampling inputs, as `SequenceRunner.sample` takes them.
+        bound: indices of the parts whose tokens a grammar bounds.
     """
 
     step: InFlightStep
     arrays: tuple[np.ndarray, np.ndarray]
+    bound: Sequence[int]
 
-    def settled(self) -> InFlightStep:
-        """Returns the step as it counts now: a row whose next token its grammar has forced since emits none."""
-        parts = [
-            part._replace(emits=0)
-            if part.emits and len(part.sequence.tokens) > part.start + part.count
-            else part
-            for part in self.step.parts
-        ]
-        return replace(self.step, parts=tuple(parts))
+    def settled(self) -> tuple[tuple[Part, ...], list[np.ndarray | None]]:
+        """Returns the parts as they count now, and the mask of each, see `StepRows.masks`.
+
+        A part whose next token is known by now, because its grammar has forced it, emits none and has no mask.
+        """
+        parts = list(self.step.parts)
+        masks: list[np.ndarray | None] = [None] * len(parts)
+        for index in self.bound:
+            part = parts[index]
+            sequence = part.sequence
+            if len(sequence.tokens) > part.start + part.count:
+                parts[index] = part._replace(emits=0)
+            elif sequence.constraint is not None:
+                masks[index] = sequence.constraint.mask
+        return tuple(parts), masks
 
 
 def step_rows_of(
