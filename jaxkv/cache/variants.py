@@ -225,8 +225,8 @@ def mamba1(
         chunk_size: tokens that a scan takes at a time.
     """
     arrays = (
-        ArraySpec("conv", (d_conv - 1, channels), dtype),
-        ArraySpec("ssm", (channels, d_state), state_dtype),
+        ArraySpec("conv", (d_conv - 1, channels), dtype, split=1),
+        ArraySpec("ssm", (channels, d_state), state_dtype, split=0),
     )
     return StateSpec("mamba1", arrays, chunk_size=chunk_size)
 
@@ -239,7 +239,7 @@ def short_conv(channels: int, *, d_conv: int, dtype: str) -> StateSpec:
         d_conv: width of the convolution, in tokens.
         dtype: dtype name of its inputs `[d_conv - 1, channels]`.
     """
-    return StateSpec("short_conv", (ArraySpec("conv", (d_conv - 1, channels), dtype),))
+    return StateSpec("short_conv", (ArraySpec("conv", (d_conv - 1, channels), dtype, split=1),))
 
 
 def outputs(hidden_size: int, *, dtype: str) -> StateSpec:

@@ -155,18 +155,21 @@ class DeltaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvConfig:
-    """Sizes of a gated short convolution (Liquid AI, LFM2), which has as many channels as the residual stream.
+    """Sizes of a gated short convolution (Liquid AI, LFM2).
 
     Attributes:
+        channels: channels of the convolution; as many as components of the residual stream.
         d_conv: width of the convolution, in tokens.
         bias: whether the convolution and the two projections have biases.
     """
 
+    channels: int
     d_conv: int
     bias: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a width out of range."""
+        """Raises `ValueError` for sizes out of range."""
+        check_fields(self, as_int, 1, 2**20, "channels")
         check_fields(self, as_int, 2, 64, "d_conv")
 
 

@@ -12,6 +12,7 @@ from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.recurrence import convolve, recur
+from jaxkv.layers.shards import Shards
 from pallas_kernels import selective_scan, selective_update
 
 
@@ -24,6 +25,7 @@ def mamba1_mixer(
     *,
     mamba: Mamba1Config,
     norm_eps: float,
+    shards: Shards | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes the state-space layer over each row's new tokens, and writes the state after them.
@@ -40,6 +42,7 @@ def mamba1_mixer(
         tables: ids of the states that the layer's group reads and writes.
         mamba: sizes.
         norm_eps: epsilon of the norms.
+        shards: the devices that divide the channels; `None` if one has all.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -52,6 +55,7 @@ def mamba1_mixer(
     )
     convolved = convolved.astype(x.dtype)
     selected = linear(params["select"], convolved)
+    selected = selected if shards is None else shards.summed(selected)
     dt, b, c = jnp.split(selected, (mamba.dt_rank, mamba.dt_rank + mamba.d_state), axis=1)
     if mamba.norms:
         dt, b, c = (

@@ -23,9 +23,9 @@ def short_conv_mixer(
     """Computes `out(after * conv(before * inner))` over each row's new tokens, and writes the state after them.
 
     Args:
-        params: "short_in" [3 * hidden_size, hidden_size]: the gate before the convolution, the gate after it and the
-            inner value; "conv" [d_conv, hidden_size], the last row for the token itself; "short_out"
-            [hidden_size, hidden_size]. If the model has them: "short_in_bias", "conv_bias" and "short_out_bias".
+        params: "short_in" [3 * channels, hidden_size]: the gate before the convolution, the gate after it and the
+            inner value; "conv" [d_conv, channels], the last row for the token itself; "short_out"
+            [hidden_size, channels]. If the model has them: "short_in_bias", "conv_bias" and "short_out_bias".
         layer_cache: the layer's states, "conv".
         x: normalised hidden states.
         batch: the step's metadata.

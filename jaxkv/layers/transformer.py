@@ -13,6 +13,7 @@ from jaxkv.layers.feed_forward import gate
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles
+from jaxkv.layers.shards import Shards
 
 
 def transformer_block(
@@ -26,6 +27,7 @@ def transformer_block(
     *,
     activation: str,
     sizes: AttentionSizes,
+    shards: Shards | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes attention, a gated feed-forward and a projection, each on the output of the one before.
@@ -45,6 +47,8 @@ def transformer_block(
         angles: from `rope_angles`.
         activation: name of the feed-forward's activation.
         sizes: sizes and options of the attention; its `norm_eps` is that of all norms.
+        shards: the devices that divide heads and feed-forward; `None` for one device. The output is then a part of a
+            sum over them, since "side_out" projects the parts of the feed-forward's output.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -60,7 +64,9 @@ def transformer_block(
     layer_cache, mixed = attend_projected(
         params, layer_cache, qkv, batch, tables, angles, sizes=sizes, implementation=implementation
     )
-    inner = rms_norm(params["inner_norm"], run(params["o"], mixed), eps=sizes.norm_eps)
+    attended = run(params["o"], mixed)
+    attended = attended if shards is None else shards.summed(attended)
+    inner = rms_norm(params["inner_norm"], attended, eps=sizes.norm_eps)
     gate_up = run(params["gate_up"], inner, params.get("gate_up_bias"))
     gate_up += _adapted(params["gate_up_adapter_in"], params["gate_up_adapter_out"], inner)
     inner = run(params["down"], gate(gate_up, activation=activation), params.get("down_bias"))

@@ -250,7 +250,7 @@ class Decoder:
                     x = stream.hidden
                     if before:
                         cache, y = self._run_block(before, cache, stream, tables)
-                        x = (hidden + y.astype(hidden.dtype)).astype(narrow)
+                        x = (hidden + self._summed(y).astype(hidden.dtype)).astype(narrow)
                     x = x if norm is None else self._norm(norm, x)
                 added = []
                 for name in blocks:
@@ -262,8 +262,7 @@ class Decoder:
                     normed = Normed(total, config.norm_eps) if is_weighed else None
                     hidden = total.result if is_weighed else total
                     continue
-                total = sum(added[1:], added[0])
-                total = total if self.shards is None else self.shards.summed(total)
+                total = self._summed(sum(added[1:], added[0]))
                 total = scaled(total, config.multipliers.residual)
                 if after is not None:
                     total = rms_norm(after, total, eps=config.norm_eps)
@@ -271,6 +270,10 @@ class Decoder:
         if chosen is not None:
             cache = self._store_experts(cache, chosen, tables)
         return cache, self._norm(params["final_norm"], hidden.astype(narrow))
+
+    def _summed(self, part: Float[Array, "tokens hidden_size"]) -> Array:
+        """Returns the sum of a block's output over the devices that compute parts of it."""
+        return part if self.shards is None else self.shards.summed(part)
 
     def _run_block(
         self,

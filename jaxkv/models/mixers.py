@@ -151,22 +151,25 @@ def _run_mamba(inputs: BlockInputs) -> BlockOutput:
 
 def _mamba1_leaves(config: ModelConfig) -> dict[str, Leaf]:
     mamba, hidden = required(config.mamba1), config.hidden_size
+    each = (mamba.channels, mamba.channels)
+    own, both, columns = Split(0, (each,)), Split(0, (each, each)), Split(1, (each,))
+    selected = mamba.dt_rank + 2 * mamba.d_state
     leaves = {
-        "ssm_in": Leaf((2 * mamba.channels, hidden), adapts=True),
-        "conv": Leaf((mamba.d_conv, mamba.channels)),
-        "select": Leaf((mamba.dt_rank + 2 * mamba.d_state, mamba.channels), adapts=True),
-        "step": Leaf((mamba.channels, mamba.dt_rank), adapts=True),
+        "ssm_in": Leaf((2 * mamba.channels, hidden), adapts=True, split=both),
+        "conv": Leaf((mamba.d_conv, mamba.channels), split=columns),
+        "select": Leaf((selected, mamba.channels), adapts=True, split=columns),
+        "step": Leaf((mamba.channels, mamba.dt_rank), adapts=True, split=own),
         # In float32: decay and step size are exponentials of these, and errors accumulate over tokens.
-        "a_log": Leaf((mamba.channels, mamba.d_state), dtype="float32"),
-        "dt_bias": Leaf((mamba.channels,), dtype="float32"),
-        "skip": Leaf((mamba.channels,), is_scale=True, dtype="float32"),
-        "ssm_out": Leaf((hidden, mamba.channels), adapts=True),
+        "a_log": Leaf((mamba.channels, mamba.d_state), dtype="float32", split=own),
+        "dt_bias": Leaf((mamba.channels,), dtype="float32", split=own),
+        "skip": Leaf((mamba.channels,), is_scale=True, dtype="float32", split=own),
+        "ssm_out": Leaf((hidden, mamba.channels), adapts=True, split=columns),
     }
     if mamba.conv_bias:
-        leaves["conv_bias"] = Leaf((mamba.channels,))
+        leaves["conv_bias"] = Leaf((mamba.channels,), split=own)
     if mamba.bias:
-        leaves["ssm_in_bias"] = Leaf((2 * mamba.channels,))
-        leaves["ssm_out_bias"] = Leaf((hidden,))
+        leaves["ssm_in_bias"] = Leaf((2 * mamba.channels,), split=both)
+        leaves["ssm_out_bias"] = Leaf((hidden,), split=ONCE)
     if mamba.norms:
         leaves["dt_norm"] = Leaf((mamba.dt_rank,), is_scale=True)
         leaves["b_norm"] = leaves["c_norm"] = Leaf((mamba.d_state,), is_scale=True)
@@ -194,6 +197,7 @@ def _run_mamba1(inputs: BlockInputs) -> BlockOutput:
         inputs.states,
         mamba=required(inputs.config.mamba1),
         norm_eps=inputs.config.norm_eps,
+        shards=inputs.shards,
         implementation=inputs.implementation,
     )
 
@@ -243,27 +247,25 @@ def _run_delta(inputs: BlockInputs) -> BlockOutput:
 
 
 def _short_conv_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    hidden = config.hidden_size
-    conv = required(config.short_conv)
+    conv, hidden = required(config.short_conv), config.hidden_size
+    each = (conv.channels, conv.channels)
+    rows, columns = Split(0, (each,) * 3), Split(1, (each,))
     leaves = {
-        "short_in": Leaf((3 * hidden, hidden), adapts=True),
-        "conv": Leaf((conv.d_conv, hidden)),
-        "short_out": Leaf((hidden, hidden), adapts=True),
+        "short_in": Leaf((3 * conv.channels, hidden), adapts=True, split=rows),
+        "conv": Leaf((conv.d_conv, conv.channels), split=columns),
+        "short_out": Leaf((hidden, conv.channels), adapts=True, split=columns),
     }
     if conv.bias:
-        leaves["short_in_bias"] = Leaf((3 * hidden,))
-        leaves["conv_bias"] = Leaf((hidden,))
-        leaves["short_out_bias"] = Leaf((hidden,))
+        leaves["short_in_bias"] = Leaf((3 * conv.channels,), split=rows)
+        leaves["conv_bias"] = Leaf((conv.channels,), split=Split(0, (each,)))
+        leaves["short_out_bias"] = Leaf((hidden,), split=ONCE)
     return leaves
 
 
 def _short_conv_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> StateSpec:
     del layer, page_size
-    return short_conv_spec(
-        config.hidden_size,
-        d_conv=required(config.short_conv).d_conv,
-        dtype=_state_dtype(config, dtype),
-    )
+    conv = required(config.short_conv)
+    return short_conv_spec(conv.channels, d_conv=conv.d_conv, dtype=_state_dtype(config, dtype))
 
 
 def _run_short_conv(inputs: BlockInputs) -> BlockOutput:

@@ -10,20 +10,10 @@ from dataclasses import replace
 from jaxkv.config.model import ModelConfig
 from jaxkv.wording import listed
 
-_DIVIDED = frozenset(
-    (
-        "attention",
-        "latent",
-        "sparse_latent",
-        "mamba2",
-        "delta",
-        "gated",
-        "plain",
-        "mixture",
-        "shared",
-    )
-)
-"""Blocks that can be divided."""
+_WITH_KEYS = frozenset(("attention", "transformer"))
+_WITH_HEADS = _WITH_KEYS | {"latent", "sparse_latent"}
+_DENSE = frozenset(("gated", "plain", "transformer"))
+"""Blocks with heads of keys and values, with heads, and with a dense feed-forward."""
 
 
 def shard_config(config: ModelConfig, count: int) -> ModelConfig:
@@ -33,12 +23,10 @@ def shard_config(config: ModelConfig, count: int) -> ModelConfig:
     ids that cannot be divided stay whole.
 
     Raises:
-        ValueError: the model has blocks that are not divided, or sizes that `count` does not divide; the message names
-            them all.
+        ValueError: the model has sizes that `count` does not divide; the message names them all.
     """
     blocks = config.blocks
-    problems = [f"{name} blocks" for name in sorted(blocks - _DIVIDED)]
-    problems += [
+    problems = [
         f"{name} = {size}" for name, size, fits in _divided_sizes(config, count) if not fits
     ]
     if problems:
@@ -49,10 +37,11 @@ def shard_config(config: ModelConfig, count: int) -> ModelConfig:
     changes: dict[str, object] = {}
     if config.vocab_size % count == 0:
         changes["vocab_size"] = config.vocab_size // count
-    if blocks & {"attention", "latent", "sparse_latent"}:
+    if blocks & _WITH_HEADS:
         changes["heads"] = config.heads // count
-        changes["kv_heads"] = max(1, config.kv_heads // count) if "attention" in blocks else 1
-    if blocks & {"gated", "plain"}:
+        has_keys = blocks & _WITH_KEYS
+        changes["kv_heads"] = max(1, config.kv_heads // count) if has_keys else 1
+    if blocks & _DENSE:
         changes["ffn_size"] = config.ffn_size // count
     if config.mixture is not None:
         sizes = {name: getattr(config.mixture, name) // count for name in ("size", "shared_size")}
@@ -66,6 +55,12 @@ def shard_config(config: ModelConfig, count: int) -> ModelConfig:
             # A norm over all components stays one, over the devices.
             norm_groups=min(mamba.norm_groups, max(1, mamba.norm_groups // count)),
         )
+    if config.mamba1 is not None:
+        channels = config.mamba1.channels // count
+        changes["mamba1"] = replace(config.mamba1, channels=channels)
+    if config.short_conv is not None:
+        channels = config.short_conv.channels // count
+        changes["short_conv"] = replace(config.short_conv, channels=channels)
     if config.delta is not None:
         delta = config.delta
         heads = {name: getattr(delta, name) // count for name in ("key_heads", "value_heads")}
@@ -83,11 +78,11 @@ def _divided_sizes(config: ModelConfig, count: int) -> Iterator[tuple[str, int, 
     def shareable(name: str, size: int) -> tuple[str, int, bool]:
         return name, size, size % count == 0 or count % size == 0
 
-    if blocks & {"attention", "latent", "sparse_latent"}:
+    if blocks & _WITH_HEADS:
         yield whole("heads", config.heads)
-    if "attention" in blocks:
+    if blocks & _WITH_KEYS:
         yield shareable("kv_heads", config.kv_heads)
-    if blocks & {"gated", "plain"}:
+    if blocks & _DENSE:
         yield whole("ffn_size", config.ffn_size)
     if config.mixture is not None:
         yield whole("mixture.size", config.mixture.size)
@@ -97,6 +92,10 @@ def _divided_sizes(config: ModelConfig, count: int) -> Iterator[tuple[str, int, 
         yield shareable("mamba.groups", config.mamba.groups)
         if config.mamba.norm_groups != 1:
             yield whole("mamba.norm_groups", config.mamba.norm_groups)
+    if config.mamba1 is not None:
+        yield whole("mamba1.channels", config.mamba1.channels)
+    if config.short_conv is not None:
+        yield whole("short_conv.channels", config.short_conv.channels)
     if config.delta is not None:
         yield whole("delta.key_heads", config.delta.key_heads)
         yield whole("delta.value_heads", config.delta.value_heads)

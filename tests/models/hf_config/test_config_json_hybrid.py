@@ -591,7 +591,10 @@ def test_lfm2_computes_its_width_and_names_its_attention_layers_in_two_ways():
     assert read_config(LFM2 | {"block_auto_adjust_ff_dim": False}).ffn_size == 1000
     assert [stages[0] for stages in dense.pattern] == [stages[0] for stages in experts.pattern]
     assert [stages[1] for stages in experts.pattern] == ["gated"] * 2 + ["mixture"] * 2
-    assert (dense.short_conv, dense.tie_embeddings) == (ShortConvConfig(d_conv=3), True)
+    assert (dense.short_conv, dense.tie_embeddings) == (
+        ShortConvConfig(channels=128, d_conv=3),
+        True,
+    )
     assert not read_config(LFM2 | {"tie_embedding": False}).tie_embeddings
     with pytest.raises(UnknownConfig, match="tie_embedding = False, which contradicts"):
         read_config(LFM2 | {"tie_embedding": False, "tie_word_embeddings": True})
@@ -606,7 +609,7 @@ def test_a_short_convolution_keeps_its_last_inputs_in_the_models_dtype():
         specs = [entry.spec for entry in model.cache_specs(page_size=8, dtype=dtype)]
         assert [spec.kind for spec in specs] == ["short_conv", "short_conv", "gqa", "short_conv"]
         assert specs[0] == short_conv(128, d_conv=3, dtype=kept)
-        assert specs[0].arrays == (ArraySpec("conv", (2, 128), kept),)
+        assert specs[0].arrays == (ArraySpec("conv", (2, 128), kept, split=1),)
 
 
 @pytest.mark.torch
@@ -690,8 +693,8 @@ def test_mamba_keeps_inputs_of_the_convolution_and_a_state_per_channel(dtype):
     [first, *_] = build_model(read_config(MAMBA)).cache_specs(page_size=16, dtype=dtype)
     kept = "float32" if dtype == "int8" else dtype
     assert first.spec.arrays == (
-        ArraySpec("conv", (3, 256), kept),
-        ArraySpec("ssm", (256, 16), "float32"),
+        ArraySpec("conv", (3, 256), kept, split=1),
+        ArraySpec("ssm", (256, 16), "float32", split=0),
     )
 
 

@@ -120,6 +120,7 @@ def _read(
             (*mixer, "gated" if layer < dense else "mixture") for layer, mixer in enumerate(mixers)
         ),
         short_conv=ShortConvConfig(
+            channels=keys.take_int("hidden_size"),
             d_conv=keys.take_int("conv_L_cache", 3, low=2, high=64),
             bias=keys.take_bool("conv_bias", False),
         ),
