@@ -5,10 +5,11 @@
 
 `rows` free requests generate `tokens` tokens each, while `constrained` more requests write JSON of a schema and never
 end. Each row of the record has the time until the free requests have ended, divided by the tokens that each of them
-generated in it; the same with as many more free requests in place of the constrained ones; and how much longer a token
-takes. Engine steps are no measure: a free request takes part in almost every step, but not in all. All programs are
-compiled, and run once, before; prompts are computed before the clock starts. The repeats go over all counts in turn,
-and the record is saved after each.
+generated in it; the same with as many more free requests in place of the constrained ones; how much longer a token
+takes; and the time divided by the tokens that each constrained request generated, forced ones included. Engine steps
+are no measure: a free request takes part in almost every step, but not in all. All programs are compiled, and run once,
+before; prompts are computed before the clock starts. The repeats go over all counts in turn, and the record is saved
+after each.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,10 +51,22 @@ _FORM = StructuredOutputs(json=_SCHEMA)
 _BOUND = SamplingParams(temperature=0.0, max_tokens=None, structured_outputs=_FORM)
 
 
-def measure(
-    llm: LLM, rows: int, beside: int, tokens: int, *, constrained: bool
-) -> tuple[float, float]:
-    """Returns the milliseconds per token of `rows` free requests, and the tokens of each that were timed, on average.
+class Measured(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        ms: milliseconds per token of a free request.
+        tokens: tokens of each free request that were timed, on average.
+        ms_beside: milliseconds per token of a request beside them; 0 if there was none.
+    """
+
+    ms: float
+    tokens: float
+    ms_beside: float
+
+
+def measure(llm: LLM, rows: int, beside: int, tokens: int, *, constrained: bool) -> Measured:
+    """Returns the time of the tokens of `rows` free requests, and of the requests beside them.
 
     Args:
         llm: serves them.
@@ -79,16 +92,19 @@ def measure(
                 f"a free request had {min(left)} tokens left when the last request began, fewer than {tokens}; the "
                 f"engine's token budget holds too few prompts"
             )
+        before = sum(one.generated for one in states[rows:])
         start = time.perf_counter()
         while any(one.status != FINISHED for one in waited_for):
             engine.step()
         seconds = time.perf_counter() - start
+        others = sum(one.generated for one in states[rows:]) - before
         for one in states:
             engine.abort(one)
         while engine.has_work:
             engine.step()
     timed = sum(left) / rows
-    return seconds / timed * 1e3, timed
+    ms_beside = seconds * beside / others * 1e3 if others else 0.0
+    return Measured(seconds / timed * 1e3, timed, ms_beside)
 
 
 def prepare(llm: LLM, rows: int, most: int) -> None:
@@ -107,7 +123,7 @@ def run(
 ) -> Iterator[list[Any]]:
     """Yields the rows of the record after each repeat, from the medians so far."""
     ways = [(count, way) for count in constrained for way in ((False, True) if count else (False,))]
-    found: dict[tuple[int, bool], list[tuple[float, float]]] = {way: [] for way in ways}
+    found: dict[tuple[int, bool], list[Measured]] = {way: [] for way in ways}
     for count, way in ways:
         # The first requests are slower: threads start, and masks are computed for the first time.
         measure(llm, rows, count, tokens, constrained=way)
@@ -118,18 +134,19 @@ def run(
 
 
 def _row(
-    llm: LLM, rows: int, count: int, found: Mapping[tuple[int, bool], list[tuple[float, float]]]
+    llm: LLM, rows: int, count: int, found: Mapping[tuple[int, bool], list[Measured]]
 ) -> dict[str, Any]:
-    alone = statistics.median(ms for ms, _ in found[count, False])
+    alone = statistics.median(one.ms for one in found[count, False])
     with_grammar = found[count, bool(count)]
-    ms = statistics.median(ms for ms, _ in with_grammar)
+    ms = statistics.median(one.ms for one in with_grammar)
     return {
         "free_rows": rows,
         "constrained_rows": count,
         "vocab_size": llm.model.vocab_size,
         "ms_per_token": ms,
         "ms_per_token_all_free": alone,
-        "timed_tokens": with_grammar[0][1],
+        "ms_per_token_constrained": statistics.median(one.ms_beside for one in with_grammar),
+        "timed_tokens": with_grammar[0].tokens,
         "repeats": len(with_grammar),
         "overhead_percent": 100 * (ms / alone - 1),
     }

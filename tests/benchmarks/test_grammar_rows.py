@@ -17,4 +17,5 @@ def test_a_record_compares_tokens_with_and_without_a_grammar(tmp_path):
     assert beside["overhead_percent"] == 100 * (
         beside["ms_per_token"] / beside["ms_per_token_all_free"] - 1
     )
+    assert alone["ms_per_token_constrained"] == 0 < beside["ms_per_token_constrained"]
     assert min(alone["timed_tokens"], beside["timed_tokens"]) >= 8
