@@ -25,6 +25,7 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.config.vllm_names import unknown_attribute
+from jaxkv.draft_loading import drafter_of, load_draft_model
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
@@ -33,7 +34,13 @@ from jaxkv.engine.recovery import refuse_broken
 from jaxkv.engine.request import Piece, Request, RequestOutput, check_salt
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.saved_prefixes import PrefixCounts, load_prefixes, save_prefixes
-from jaxkv.engine.warm_up import WarmUp, compile_all, declare_saved_prefixes, declare_served
+from jaxkv.engine.warm_up import (
+    WarmUp,
+    compile_all,
+    compile_drafter,
+    declare_saved_prefixes,
+    declare_served,
+)
 from jaxkv.errors import BadCheckpoint
 from jaxkv.given_samples import (
     Outputs,
@@ -482,6 +489,14 @@ class LLM:
         self.grammars = Grammars(self.tokenizer, self.eos_ids, model.vocab_size)
         # Parameters that take memory here are nobody else's.
         owned = weights > 0
+        smaller = load_draft_model(
+            engine.speculation,
+            model,
+            max_model_len=self.max_model_len,
+            max_sequences=cache.max_sequences,
+            strict=programs.strict,
+            progress=self._progress,
+        )
         weights += stack_bytes(model, lora, dtype)
         self.layout, self.budget = plan_cache(
             model,
@@ -504,11 +519,15 @@ class LLM:
             owns_params=owned,
             adapters=None if lora is None else AdapterStacks(model, lora, dtype),
         )
+        sequence_runner = SequenceRunner(
+            runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences
+        )
         self.engine = Engine(
-            SequenceRunner(runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences),
+            sequence_runner,
             self.tokenizer,
             engine,
             host_bytes=cache.host_bytes,
+            drafter=drafter_of(smaller, sequence_runner, engine),
         )
         self.lock = EngineLock()
 
@@ -747,6 +766,7 @@ class LLM:
             ]
             if saved_prefixes:
                 needed += declare_saved_prefixes(self.engine)
+            compile_drafter(self.engine, request, batch * params.n)
             return compile_all(
                 self.engine.runner, needed, progress=self._progress and sys.stderr.isatty()
             )

@@ -249,6 +249,11 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help=f"who drafts the next tokens for steps to verify: {', '.join(METHODS)}; no token changes (default: none)",
     )
     parser.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="directory or hub id of a smaller model with the same vocabulary, which drafts",
+    )
+    parser.add_argument(
         "--draft-tokens",
         "--num-speculative-tokens",
         type=size,
@@ -264,9 +269,11 @@ def speculation_of_options(options: argparse.Namespace) -> SpeculationConfig | N
     Raises:
         ValueError: an option is out of range.
     """
-    if options.speculation is None:
+    if options.speculation is None and options.draft_model is None:
         return None
-    return SpeculationConfig(method=options.speculation, tokens=options.draft_tokens)
+    return SpeculationConfig(
+        method=options.speculation, model=options.draft_model, tokens=options.draft_tokens
+    )
 
 
 def add_processor_option(parser: argparse.ArgumentParser) -> None:

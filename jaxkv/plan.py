@@ -275,6 +275,7 @@ def explain_plan(
         *_devices(tensor_parallel_size),
         runs,
         *_invariance(engine),
+        *_draft_model(engine),
         *_sampling(directory),
         *_ignored(directory, ignore_config_keys),
         *_ends(config),
@@ -300,6 +301,16 @@ def _invariance(engine: EngineConfig) -> list[str]:
         "versions of JAX and jaxkv, the dtypes and the page size"
     )
     return [line] * engine.batch_invariant
+
+
+def _draft_model(engine: EngineConfig) -> list[str]:
+    """Returns the line on the model that drafts, which is not planned; none without one."""
+    if engine.speculation is None or engine.speculation.model is None:
+        return []
+    return [
+        f"{engine.speculation.model} drafts: its weights, and the tenth of the free memory that its cache may take, "
+        f"are not counted here"
+    ]
 
 
 def _sampling(directory: Path) -> list[str]:

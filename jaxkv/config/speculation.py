@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from jaxkv.config.checks import as_int, check_fields
 from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 
 
 @accepts_vllm_names
@@ -22,7 +23,9 @@ class SpeculationConfig:
 
     Attributes:
         method: "ngram" repeats what came after the last few tokens earlier in the prompt or output (prompt lookup); it
-            needs no weights.
+            needs no weights. "draft_model" asks a smaller model with the same vocabulary.
+            `None` for "draft_model" if a model is given, and else for "ngram".
+        model: directory or hub id of that model; `None` for "ngram".
         tokens: most drafts of a row in a step (vLLM: num_speculative_tokens). Steps of more than 64 tokens verify none,
             because each token then costs time: with 4 drafts, those of more than 12 rows.
         longest_ngram: most tokens at the end of the text that are searched for earlier in it (vLLM: prompt_lookup_max).
@@ -34,7 +37,8 @@ class SpeculationConfig:
         ValueError: a field is out of range or of the wrong type.
     """
 
-    method: str = "ngram"
+    method: str | None = None
+    model: str | None = None
     tokens: int = 4
     longest_ngram: int = 4
     shortest_ngram: int = 2
@@ -42,9 +46,20 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for values out of range or of the wrong type."""
+        if self.method is None:
+            object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
         if self.method not in METHODS:
             raise ValueError(
                 f"method must be one of {', '.join(METHODS)}, got {shown(self.method)}"
+            )
+        if isinstance(self.model, PurePath):
+            object.__setattr__(self, "model", str(self.model))
+        if not (self.model is None or isinstance(self.model, str)):
+            raise ValueError(f"model must be a directory or a hub id, got {shown(self.model)}")
+        if (self.method == "draft_model") != (self.model is not None):
+            raise ValueError(
+                f'method="draft_model" needs the model that drafts, and others have none; got method={self.method!r} '
+                f"and model={self.model!r}"
             )
         check_fields(self, as_int, 1, 31, "tokens")
         check_fields(self, as_int, 1, 64, "longest_ngram", "shortest_ngram")

@@ -29,6 +29,7 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED, RequestState, new_request_state
 from jaxkv.engine.routed_experts import open_experts
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.speculation.drafter import Drafter
 from jaxkv.engine.speculation.open_speculation import open_speculation
 from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.steps.step_sizes import open_step_sizes
@@ -54,6 +55,7 @@ class Engine:
         config: engine options.
         host_bytes: host memory for evicted prefixes, in bytes; 0 for no host tier.
         clock: returns seconds; must be monotonic.
+        drafter: drafts, with speculation; `None` for the one of its method that needs no weights.
 
     Attributes:
         config: engine options.
@@ -78,6 +80,7 @@ class Engine:
         *,
         host_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.sequence_runner = sequence_runner
@@ -95,7 +98,7 @@ class Engine:
         self.shapes, self.multi_step = sizes.shapes, sizes.multi_step
         self.oom_backoff = sizes.oom_backoff
         self.speculation = open_speculation(
-            runner.model, layout, self.shapes, config.speculation, clock
+            runner.model, layout, self.shapes, config.speculation, clock, drafter
         )
         page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
@@ -113,7 +116,7 @@ class Engine:
         )
         self._finisher = Finisher(self.scheduler, reuse.index, clock)
         self._pipeline = StepPipeline(
-            sequence_runner, self.scheduler, self._finisher, sizes, checkpoints
+            sequence_runner, self.scheduler, self._finisher, sizes, checkpoints, self.speculation
         )
         self.experts = open_experts(sequence_runner)
         self._collector = Collector(
@@ -298,6 +301,8 @@ class Engine:
             finally:
                 self._start_over()
             self.runner.owner.close()
+            if self.speculation is not None:
+                self.speculation.release()
             self.asleep = True
         if level == 2:
             self.runner.drop_params()
@@ -329,6 +334,8 @@ class Engine:
             self.abort(sequence)
         self._pipeline.clear()
         self.prefix_reuse.close()
+        if self.speculation is not None:
+            self.speculation.close()
         self.runner.close()
 
     def step(self) -> None:

@@ -17,6 +17,7 @@ from jaxkv.engine.finish import Finisher
 from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request_state import RUNNING
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.engine.state_checkpoints import StateCheckpoints
 from jaxkv.engine.steps.in_flight import InFlightStep, UnsampledStep, step_rows_of
 from jaxkv.engine.steps.prepare import prepare
@@ -48,6 +49,7 @@ class StepPipeline:
         finisher: ends requests that fit in no step.
         sizes: chooses the programs of steps.
         state_checkpoints: allocates pending state checkpoints; `None` if the engine keeps none.
+        speculation: drafts behind steps that verify drafts; `None` for none.
 
     Attributes:
         steps: number of steps sent so far.
@@ -62,11 +64,12 @@ class StepPipeline:
         finisher: Finisher,
         sizes: StepSizes,
         state_checkpoints: StateCheckpoints | None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._sequence_runner, self._runner = sequence_runner, sequence_runner.runner
         self._scheduler, self._finisher, self._shapes = scheduler, finisher, sizes.shapes
         self._multi_step, self._oom_backoff = sizes.multi_step, sizes.oom_backoff
-        self._state_checkpoints = state_checkpoints
+        self._state_checkpoints, self._speculation = state_checkpoints, speculation
         self._in_flight: deque[InFlightStep] = deque()
         # The last step sent, if its tokens are not sampled yet.
         self._unsampled: UnsampledStep | None = None
@@ -259,6 +262,8 @@ class StepPipeline:
         else:
             self._in_flight.append(step)
         self.steps += shape.steps
+        if shape.drafter is not None and self._speculation is not None:
+            self._speculation.follow(parts)
 
     def _run(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep | UnsampledStep:
         """Runs a step, or its first program, with the pending checkpoints that fit; releases them if that fails."""

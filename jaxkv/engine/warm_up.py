@@ -9,6 +9,7 @@ import jax
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
+from jaxkv.engine.speculation.draft_model import DraftModel
 from jaxkv.models.protocol import Model, Params
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import record_costs
@@ -124,9 +125,19 @@ def declare_served(engine: Engine, request: Request, count: int) -> list[Program
         needed += declare_swaps(engine.runner.layout)
     if engine.experts is not None:
         needed += engine.experts.declare(held)
+    drafter = None if engine.speculation is None else engine.speculation.drafter
+    if isinstance(drafter, DraftModel):
+        needed += drafter.declare(request.params, rows)[1]
     if features_for(request.params).needs_admission or engine.sequence_runner.keeps_texts:
         needed += _admissions(engine, request, returns=returns)
     return needed
+
+
+def compile_drafter(engine: Engine, request: Request, count: int) -> None:
+    """Compiles the programs of a smaller model that drafts, if there is one, for up to `count` requests like this."""
+    drafter = None if engine.speculation is None else engine.speculation.drafter
+    if isinstance(drafter, DraftModel):
+        drafter.compile(drafter.declare(request.params, count)[0])
 
 
 def declare_saved_prefixes(engine: Engine) -> list[ProgramSpec]:

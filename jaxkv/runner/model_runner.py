@@ -225,7 +225,7 @@ class ModelRunner:
         """Returns the error of the last attempt to get a program; `None` if it succeeded or there was none."""
         return self._refused.get(spec) if self._refused else None
 
-    def run(self, spec: ProgramSpec, arrays: Sequence[np.ndarray]) -> Any:  # noqa: ANN401 - the program's own output
+    def run(self, spec: ProgramSpec, arrays: Sequence[np.ndarray | jax.Array]) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program of parameters, cache and host arrays that updates the cache; returns its output.
 
         A program that samples takes the hidden states of the last `forward_only` program too.

@@ -347,6 +347,6 @@ def lower_update(
     return Lowering(run, (first, runner.cache, *without_empty(arrays)), cache_argument=1)
 
 
-def without_empty(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+def without_empty(arrays: Sequence[np.ndarray | Array]) -> list[np.ndarray | Array]:
     """Returns the arrays that are not empty; even an empty argument would cost a transfer."""
     return [array for array in arrays if array.size]

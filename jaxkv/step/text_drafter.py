@@ -1,4 +1,4 @@
-"""`TextDrafter`: guesses the next tokens from the texts that the device keeps; `NgramLookup` is prompt lookup."""
+"""`TextDrafter`: guesses the next tokens from the texts that the device keeps, such as `NgramLookup`, prompt lookup."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -25,6 +25,18 @@ class TextDrafter(Protocol):
             most: number of guesses of a row; static.
         """
         ...
+
+
+@dataclass(frozen=True)
+class NoGuesses:
+    """Guesses nothing: a program behind the step writes the drafts, such as that of a smaller model."""
+
+    def draft(
+        self, texts: Int[Array, "rows max_tokens"], lengths: Int[Array, " rows"], most: int, /
+    ) -> Int[Array, "rows most"]:
+        """Returns zeros."""
+        del texts
+        return jnp.zeros((lengths.shape[0], most), jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Options of speculation, under our names and vLLM's."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxkv import EngineConfig, SpeculationConfig
@@ -23,10 +25,21 @@ def test_the_options_are_the_same_under_the_names_of_vllm():
     assert merge_configs(None, None, {}, ())[1].speculation is None
 
 
+def test_a_model_drafts_unless_another_method_is_named():
+    theirs = {"model": "org/small", "num_speculative_tokens": 3}
+    wanted = SpeculationConfig(method="draft_model", model="org/small", tokens=3)
+    assert EngineConfig(speculation=theirs).speculation == wanted
+    assert SpeculationConfig(model=Path("folder")).model == "folder"
+    assert SpeculationConfig().method == "ngram"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "eagle"}, "method must be one of ngram, got 'eagle'"),
+        ({"method": "eagle"}, "method must be one of ngram, draft_model, got 'eagle'"),
+        ({"method": "draft_model"}, "needs the model that drafts"),
+        ({"method": "ngram", "model": "folder"}, "method='ngram' and model='folder'"),
+        ({"model": 3}, "model must be a directory or a hub id, got 3"),
         ({"tokens": 0}, r"tokens must be an int in \[1, 31\], got 0"),
         ({"shortest_ngram": 5}, "at most longest_ngram, got 5 and 4"),
         ({"token": 3}, "the closest is tokens"),

@@ -140,6 +140,7 @@ def lowerings():
     from jaxkv.programs.manifest import Lowering
     from jaxkv.runner.adapter_stacks import AdapterStacks
     from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
+    from jaxkv.runner.draft_programs import DraftSpec, PutDraftsSpec
     from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
     from jaxkv.step.text_drafter import NgramLookup
@@ -235,6 +236,12 @@ def lowerings():
         # The drafts of the next step are made in it, and those before are taken from the device.
         "verify_followed": lambda: sequence_runner("mosaic_gpu", layers=1, drafts=4).runner.program(
             dataclasses.replace(verify, drafter=NgramLookup(4, 2))
+        ),
+        "draft": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(
+            DraftSpec(step, 4, (ROWS + 1, WIDTH * PAGE_SIZE))
+        ),
+        "put_drafts": lambda: sequence_runner("xla", drafts=4).runner.program(
+            PutDraftsSpec(ROWS, 4)
         ),
         "one_page": lambda: sequence_runner("xla", pages=1, rows=1).runner.program(alone),
         "copy": lambda: sequence_runner("xla").runner.program(CopySpec()),

@@ -17,6 +17,7 @@ IN_TWO = ("forward", "sample")
 ADAPTED = "decode_adapted"
 INVARIANT = "prefill_invariant"
 VERIFY = ("verify", "verify_followed", "verify_weighed")
+DRAFTS = ("draft", "put_drafts")
 STEPS = (
     *("decode", "decode_best", MANY_ROWS, *CHOOSING, *IN_TWO, ADAPTED),
     *("prefill", INVARIANT, *VERIFY),
@@ -70,7 +71,7 @@ SAMPLED_BY = {
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW_BATCHES = (
     (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, "generate"),
-    (ODD, LATE, INVARIANT, *VERIFY, *MORE_WINDOWS),
+    (ODD, LATE, INVARIANT, *VERIFY, *DRAFTS, *MORE_WINDOWS),
     (*MORE_HYBRID, SOLVING),
     LATENT,
     (*MORE_DIVIDED, SAMPLES),
@@ -152,7 +153,7 @@ def each(*names):
     return pytest.mark.parametrize("name", marked)
 
 
-@each(*GOOD, *BESIDE, *HOST, *OTHERS, SOLVING, DIVIDED, *MORE_DIVIDED, SAMPLES)
+@each(*GOOD, *BESIDE, *HOST, *DRAFTS, *OTHERS, SOLVING, DIVIDED, *MORE_DIVIDED, SAMPLES)
 def test_a_program_updates_its_cache_in_place_on_an_h200(report, name):
     # Every leaf of the cache is its own output, and no pool is copied: pages, states, latents, records and index keys.
     found = report(name)
@@ -235,6 +236,16 @@ def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(
     assert several["outside"].count("kWhile") == 1
     assert len(several["outside"]) <= 3, several["outside"]
     assert several["turns"] == ["4"]
+
+
+@each(DRAFTS[0])
+def test_a_chain_of_drafts_is_one_graph_before_a_loop_without_the_host(report, name):
+    chain = report(name)
+    assert chain["command_buffers"] == 2
+    assert chain["outside"].count("kWhile") == 1
+    assert len(chain["outside"]) <= 3, chain["outside"]
+    # The first of four drafts is that of the pass over the end of the text.
+    assert chain["turns"] == ["3"]
 
 
 @each(*GENERATES)

@@ -142,6 +142,9 @@ def test_drafts_reach_the_engine_process():
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=Start)
     assert EngineConfig(**sent.engine).speculation == SpeculationConfig(tokens=3)
     assert "speculation" not in command._start(command_options([])).engine
+    start = command._start(command_options(["--draft-model", "folder"]))
+    drafted = EngineConfig(**start.engine).speculation
+    assert drafted == SpeculationConfig(method="draft_model", model="folder")
 
 
 def test_what_differs_from_the_defaults_is_sent_to_the_engine():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxkv.engine.request_state import RequestState
+from jaxkv.engine.steps.step_plan import Part
 
 
 @runtime_checkable
@@ -19,4 +20,21 @@ class Drafter(Protocol):
             sequences: requests whose sampled tokens the host has all read.
             most: most tokens for each of them, 1 or more.
         """
+        ...
+
+
+@runtime_checkable
+class FollowingDrafter(Drafter, Protocol):
+    """A drafter with memory on the device, which drafts behind steps that were sent and are not read."""
+
+    def follow(self, parts: Sequence[Part]) -> None:
+        """Drafts the tokens behind a step that verifies drafts, in the sampling group of the verifier's cache."""
+        ...
+
+    def release(self) -> None:
+        """Gives the memory of its cache back; the next draft takes it again."""
+        ...
+
+    def close(self) -> None:
+        """Gives back all its memory; it cannot draft afterwards."""
         ...

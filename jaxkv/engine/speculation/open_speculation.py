@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.speculation import SpeculationConfig
+from jaxkv.engine.speculation.drafter import Drafter
 from jaxkv.engine.speculation.ngrams import NgramDrafter
 from jaxkv.engine.speculation.pace import Pace
 from jaxkv.engine.speculation.speculation import Speculation
@@ -17,6 +18,7 @@ def open_speculation(
     shapes: StepShapes,
     config: SpeculationConfig | None,
     clock: Callable[[], float],
+    drafter: Drafter | None = None,
 ) -> Speculation | None:
     """Returns what drafts for an engine; `None` if nothing does.
 
@@ -26,6 +28,7 @@ def open_speculation(
         shapes: padded shapes of the engine's steps.
         config: the options.
         clock: returns seconds; must be monotonic.
+        drafter: drafts; `None` for the one of a method that needs no weights.
 
     Raises:
         ValueError: the model has states that cannot be taken back, or computes prompts in one step, or no step holds
@@ -49,10 +52,11 @@ def open_speculation(
             f"a step of at most {shapes.token_buckets[-1]} tokens does not hold {config.tokens} drafts and the token "
             f"before them; raise token_budget or lower SpeculationConfig.tokens"
         )
-    drafter = NgramDrafter(config.longest_ngram, config.shortest_ngram)
+    if config.method == "draft_model" and drafter is None:
+        raise ValueError("an engine that drafts with a model is given it; make it by LLM")
     pace = Pace(clock, adaptive=config.adaptive)
     return Speculation(
-        drafter,
+        drafter or NgramDrafter(config.longest_ngram, config.shortest_ngram),
         config.tokens,
         most_rows=lambda: shapes.most_verified,
         pace=pace,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxkv.engine.request_state import RequestState
-from jaxkv.engine.speculation.drafter import Drafter
+from jaxkv.engine.speculation.drafter import Drafter, FollowingDrafter
 from jaxkv.engine.speculation.pace import Pace
 from jaxkv.engine.steps.step_plan import Part
 
@@ -141,6 +141,21 @@ class Speculation:
             # The last token again, so that the step ends with the next drafts, and that one need not wait for it.
             drafts[asked[0]] = (parts[asked[0]].sequence.tokens[-1],)
         return drafts
+
+    def follow(self, parts: Sequence[Part]) -> None:
+        """Lets a drafter with a model draft behind a step of these parts, which was sent and verifies drafts."""
+        if isinstance(self.drafter, FollowingDrafter):
+            self.drafter.follow(parts)
+
+    def release(self) -> None:
+        """Gives back the cache of a drafter with a model; the next draft takes the memory again."""
+        if isinstance(self.drafter, FollowingDrafter):
+            self.drafter.release()
+
+    def close(self) -> None:
+        """Gives back all memory of a drafter with a model."""
+        if isinstance(self.drafter, FollowingDrafter):
+            self.drafter.close()
 
     def note(self, drafted: int, accepted: int) -> None:
         """Records the drafts of one row of a step that was read.

@@ -9,7 +9,7 @@ from jaxkv.engine.steps.multi_step import MultiStep
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
-from jaxkv.step.text_drafter import NgramLookup, TextDrafter
+from jaxkv.step.text_drafter import NgramLookup, NoGuesses, TextDrafter
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,6 @@ def text_drafter_of(config: SpeculationConfig | None, layout: CacheLayout) -> Te
     """Returns what drafts on the device; `None` without drafts, or if the cache was made without room for them."""
     if config is None or layout.kept_drafts < config.tokens:
         return None
+    if config.method == "draft_model":
+        return NoGuesses()
     return NgramLookup(config.longest_ngram, config.shortest_ngram)

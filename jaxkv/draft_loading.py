@@ -1,0 +1,125 @@
+"""Loads a smaller model that drafts, and makes its cache; refuses one that cannot draft for the verifying model."""
+
+import sys
+
+from jaxkv.cache.spec import CacheLayout
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.engine import EngineConfig
+from jaxkv.config.speculation import SpeculationConfig
+from jaxkv.engine.speculation.draft_model import DraftModel
+from jaxkv.memory import named_exhaustion
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.protocol import Model
+from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
+from jaxkv.plan import free_bytes, plan_cache
+from jaxkv.programs.manifest import Programs
+from jaxkv.runner.buckets import LOOSE_TOKENS
+from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.runner.step_shapes import StepShapes, grain_of
+from jaxkv.weights.hub import fetch_weights, resolve_model
+
+_SHARE = 0.1
+"""Most of the free memory that the keys and values of the smaller model take."""
+
+_TOKEN_BUDGET = 512
+"""Most tokens of a step of the smaller model, while it computes prompts."""
+
+
+def load_draft_model(
+    config: SpeculationConfig | None,
+    verifier: Model,
+    *,
+    max_model_len: int,
+    max_sequences: int,
+    strict: bool,
+    progress: bool,
+) -> SequenceRunner | None:
+    """Loads the smaller model of "draft_model" and makes its cache; returns `None` for other methods.
+
+    It is loaded before the memory of the verifying model is planned, which so leaves it out.
+
+    Args:
+        config: the options of speculation.
+        verifier: the model that verifies its drafts.
+        max_model_len: longest sequence, in tokens.
+        max_sequences: most sequences of a step of the verifying model.
+        strict: after a warm-up, refuse to compile anything more.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        ValueError: the models have different vocabularies, either is of a kind that cannot draft or be drafted for, or
+            one sequence does not fit into a tenth of the free memory.
+    """
+    if config is None or config.method != "draft_model":
+        return None
+    if not isinstance(verifier, Decoder):
+        raise ValueError(
+            f"draft_model is supported for a Decoder on one device, got a {type(verifier).__name__}; use ngram"
+        )
+    directory = resolve_model(config.model, progress=progress)
+    keys = load_config(directory)
+    dtype = resolve_dtype("auto", keys.dtype)
+    model = build_model(keys).limited(min(max_model_len, keys.max_positions))
+    _check(model, verifier, max_model_len)
+    fetch_weights(config.model, directory, progress=progress)
+    with named_exhaustion("loading the draft model"):
+        params = load_params(
+            directory, model, dtype=dtype, progress=progress and sys.stderr.isatty()
+        )
+    rows = max(1, min(max_sequences, LOOSE_TOKENS // (config.tokens + 1)))
+    layout, budget = plan_cache(
+        model,
+        CacheConfig(max_sequences=rows),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        free_bytes=free_bytes(_SHARE),
+    )
+    _refuse_states(layout)
+    runner = ModelRunner(model, params, layout, budget.counts, Programs(strict=strict))
+    return SequenceRunner(runner, max_tokens=max_model_len, max_rows=rows)
+
+
+def drafter_of(
+    smaller: SequenceRunner | None, verifier: SequenceRunner, engine: EngineConfig
+) -> DraftModel | None:
+    """Returns the drafter of a loaded model for an engine over `verifier`; `None` without one."""
+    if smaller is None:
+        return None
+    assert engine.speculation is not None, "only speculation loads a draft model"
+    runner, longest = smaller.runner, smaller.length_buckets[-1]
+    shapes = StepShapes(
+        runner.layout,
+        max_tokens=longest,
+        max_rows=smaller.max_rows,
+        token_budget=max(smaller.max_rows, min(_TOKEN_BUDGET, smaller.max_rows * longest)),
+        whole_prompts=False,
+        grain=grain_of(runner.implementation.name),
+    )
+    return DraftModel(smaller, verifier, engine.speculation.tokens, shapes)
+
+
+def _check(model: Decoder, verifier: Decoder, max_model_len: int) -> None:
+    if model.vocab_size != verifier.vocab_size:
+        raise ValueError(
+            f"a draft model needs the vocabulary of the model that verifies its drafts, which has "
+            f"{verifier.vocab_size:,} ids; it has {model.vocab_size:,}. Choose a model of the same family and size of "
+            f"vocabulary"
+        )
+    if model.max_positions < max_model_len:
+        raise ValueError(
+            f"the draft model supports {model.max_positions:,} tokens, but sequences may have {max_model_len:,}; "
+            f"lower max_model_len"
+        )
+    if model.whole_prompts:
+        raise ValueError(
+            "a draft model needs prompts that can be computed in chunks, which this one's cannot; choose another"
+        )
+
+
+def _refuse_states(layout: CacheLayout) -> None:
+    if layout.state_groups:
+        names = ", ".join(group.name for group in layout.state_groups)
+        raise ValueError(
+            f"a draft model needs layers without recurrent states, which rejected drafts would change; got {names}"
+        )
