@@ -28,6 +28,13 @@ class ReplicaLost(RuntimeError):
     """The process of a replica has ended (`LLM(data_parallel_size=...)`); the message names it."""
 
 
+class HostLost(Exception):
+    """A process of an engine on several hosts has ended, or a call has failed on one; the engine cannot go on.
+
+    It is no `RuntimeError`, so handlers of `STEP_FAILURES` do not catch it.
+    """
+
+
 class CorruptBooks(RuntimeError):
     """The records of the holders of pages and states contradict each other; the message names the ids."""
 

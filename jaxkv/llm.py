@@ -61,7 +61,7 @@ from jaxkv.models.registry import (
     load_params,
     resolve_dtype,
 )
-from jaxkv.models.tensor_parallel import TensorParallel, over_devices
+from jaxkv.models.tensor_parallel import TensorParallel, over_devices, spans_processes
 from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
     bytes_of_types,
@@ -78,6 +78,7 @@ from jaxkv.replicas.devices import replica_count
 from jaxkv.replicas.front import ReplicatedLLM
 from jaxkv.rollout import Rollout, column_count, rollout_of
 from jaxkv.runner.adapter_stacks import AdapterStacks, stack_bytes
+from jaxkv.runner.hosts import Follower, meet, refuse_on_hosts
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.param_types import ParamTypes, params_of_model
 from jaxkv.runner.scoring import score_program
@@ -106,6 +107,8 @@ from jaxkv.weights.hub import fetch_weights, resolve_model
 from jaxkv.weights.lora import merged_tensors
 
 _LOG = logging.getLogger(__name__)
+
+_FOLLOWS = "this process only follows process 0, which takes the requests; call follow() here, and nothing else"
 
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -325,7 +328,7 @@ class LLM:
         decoder = decoder.limited(max_model_len)
         expected = expected_params(directory, decoder, dtype=dtype, quantization=quantization)
         divided = over_devices(decoder, tensor_parallel_size, expected)
-        weights = bytes_of_types(expected if divided is None else divided.param_shapes(dtype))
+        weights = bytes_of_types(expected if divided is None else divided.divided_types(expected))
 
         def load() -> Params:
             if load_format != "dummy":
@@ -498,12 +501,18 @@ class LLM:
             progress=self._progress,
         )
         weights += stack_bytes(model, lora, dtype)
+        free, hosts = free_bytes(cache.memory_share, weights=weights), None
+        if spans_processes(model):
+            refuse_on_hosts(cache, lora)
+            hosts = meet()
+            options = f"{model!r}, {cache}, {engine}, max_model_len={self.max_model_len}, {dtype}"
+            free = hosts.agree(options, free)
         self.layout, self.budget = plan_cache(
             model,
             cache,
             dtype=dtype,
             max_model_len=self.max_model_len,
-            free_bytes=free_bytes(cache.memory_share, weights=weights),
+            free_bytes=free,
             ahead=tokens_ahead(model, cache, engine, self.max_model_len),
             processor_words=processors.num_words,
             speculation=engine.speculation,
@@ -518,6 +527,7 @@ class LLM:
             processors,
             owns_params=owned,
             adapters=None if lora is None else AdapterStacks(model, lora, dtype),
+            hosts=hosts,
         )
         sequence_runner = SequenceRunner(
             runner, max_tokens=self.max_model_len, max_rows=cache.max_sequences
@@ -530,6 +540,8 @@ class LLM:
             drafter=drafter_of(smaller, sequence_runner, engine),
         )
         self.lock = EngineLock()
+        if isinstance(hosts, Follower):
+            self.lock.close(_FOLLOWS)
 
     # Hidden from type checkers, which would accept any attribute.
     if not TYPE_CHECKING:
@@ -566,6 +578,28 @@ class LLM:
             self.lock.close()
             self.engine.close()
             self.grammars.close()
+
+    def follow(self) -> None:
+        """Computes this process's share of what the `LLM` of process 0 runs, until that one is closed.
+
+        Of an `LLM` over the devices of several processes (`jax.distributed`), those of the other processes do this and
+        nothing else; they refuse all other calls.
+
+        Raises:
+            HostLost: process 0 has ended without a word.
+            RuntimeError: this is process 0, or the `LLM` is on devices of this process alone.
+            Exception: a step has failed here; all processes then end.
+        """
+        hosts = self.engine.runner.hosts
+        if not isinstance(hosts, Follower):
+            raise RuntimeError(
+                "an LLM follows in processes other than process 0 alone, if tensor_parallel_size counts the devices of "
+                f"all; this is process {jax.process_index()} of {jax.process_count()}"
+            )
+        try:
+            hosts.follow(self.engine.runner)
+        finally:
+            self.engine.close()
 
     @property
     def params(self) -> Params:

@@ -51,8 +51,8 @@ def named_exhaustion(doing: str) -> Iterator[None]:
 
 
 def device_bytes() -> int | None:
-    """Returns the free bytes of JAX's default device; on a CPU `host_bytes()`; `None` if the device reports none."""
-    device = jax.devices()[0]
+    """Returns the free bytes of this process's first device; on a CPU `host_bytes()`; `None` if the device reports none."""
+    device = jax.local_devices()[0]
     if device.platform == "cpu":
         return host_bytes()
     stats = device.memory_stats() or {}

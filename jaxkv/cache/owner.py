@@ -21,6 +21,9 @@ class CacheOwner:
         counts: group name -> number of pages or states.
         device: where the arrays are, see `init_cache`.
 
+    Attributes:
+        announce: called with "rebuild" or "close" before the cache is replaced or freed; `None` for nothing.
+
     Raises:
         ValueError: `counts` does not fit the layout, see `init_cache`.
     """
@@ -48,6 +51,7 @@ class CacheOwner:
         self._borrower = ""
         self._recall: Callable[[], None] | None = None
         self._observers: list[Callable[[], None]] = []
+        self.announce: Callable[[str], None] | None = None
         self.rebuild()
 
     @property
@@ -184,6 +188,8 @@ class CacheOwner:
 
     def close(self) -> None:
         """Deletes the cache's buffers at once, also if other objects refer to them; `rebuild` makes a new cache."""
+        if self.announce is not None:
+            self.announce("close")
         self._ask_back()
         cache = self._cache
         self.poison("it was freed")
@@ -192,6 +198,8 @@ class CacheOwner:
 
     def rebuild(self) -> None:
         """Replaces the cache, lost or not, by one filled with zeros. The old buffers are dropped first."""
+        if self.announce is not None:
+            self.announce("rebuild")
         self._ask_back()
         # `poison` also drops the previous cause, whose traceback may hold buffers. If the allocation fails, the cache
         # stays lost for this reason.

@@ -48,7 +48,7 @@ class EngineLock:
         self._thread: int | None = None
         self._lent = False
         self._borrower: int | None = None
-        self._closed = False
+        self._why_closed = ""
         self._process = os.getpid()
         self._deferred: deque[Callable[[], None]] = deque()
 
@@ -60,7 +60,7 @@ class EngineLock:
     @property
     def is_closed(self) -> bool:
         """Whether no thread can acquire it any more: it was closed, or this process is a forked child."""
-        return self._closed or self._process != os.getpid()
+        return bool(self._why_closed) or self._process != os.getpid()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -109,17 +109,21 @@ class EngineLock:
             self._release()
             self._lent, self._borrower = False, None
 
-    def close(self) -> None:
-        """Closes the lock for good; the thread that holds it calls this."""
+    def close(self, why: str = CLOSED) -> None:
+        """Closes the lock for good; the thread that holds it calls this.
+
+        Args:
+            why: the message of later calls.
+        """
         with self._changed:
-            self._closed = True
+            self._why_closed = why
             self._changed.notify_all()
 
     def refuse_if_closed(self) -> None:
         """Raises `RuntimeError` if the lock is closed, or this process is a forked child."""
         _refuse_child_of(self._process)
-        if self._closed:
-            raise RuntimeError(CLOSED)
+        if self._why_closed:
+            raise RuntimeError(self._why_closed)
 
     def refuse_if_lent(self) -> None:
         """Raises `RuntimeError` if the lock is lent to another thread or closed, or this process is a forked child."""

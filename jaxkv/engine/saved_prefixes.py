@@ -126,6 +126,7 @@ def load_prefixes(engine: Engine, path: str | Path) -> PrefixCounts:
 
 
 def _index_of(engine: Engine) -> PrefixIndex:
+    engine.runner.refuse_hosts("prefixes in files")
     if engine.prefix is None:
         raise ValueError(
             "the prefix cache is off; make the LLM with EngineConfig(prefix_cache=True)"

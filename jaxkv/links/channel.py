@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxkv.links.values import Buffer, Values
 
+KEY_BYTES = 32
 _NUMBER_BYTES = 8
 _MOST_BUFFERS = 2**20
 _SILENCE_SECONDS = 5
@@ -37,7 +38,14 @@ class Channel:
             ValueError: a value cannot be written; nothing was sent.
             OSError: the other end is closed.
         """
-        buffers = self._values.write(list(message))
+        self.send_written(self._values.write(list(message)))
+
+    def send_written(self, buffers: Sequence[Buffer]) -> None:
+        """Sends what `Values.write` returned for the list of a message; several channels may send the same.
+
+        Raises:
+            OSError: the other end is closed.
+        """
         sizes = [len(buffers), *map(len, buffers)]
         head = b"".join(size.to_bytes(_NUMBER_BYTES, "little") for size in sizes)
         small = all(len(buffer) < 2**16 for buffer in buffers)
@@ -100,20 +108,22 @@ def child_channel(values: Values) -> tuple[Channel, socket.socket]:
 
 
 class Listener:
-    """Takes connections of other hosts that know its key.
-
-    Args:
-        host: address to listen on, which the others can reach.
+    """Takes connections of other hosts that know its key, on all addresses of this host.
 
     Attributes:
-        address: (host, port) that others connect to.
-        key: what they send first.
+        port: its port, a free one.
+        key: what the others send first.
     """
 
-    def __init__(self, host: str) -> None:
-        self._socket = socket.create_server((host, 0))
-        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
-        self.key = secrets.token_bytes(32)
+    def __init__(self) -> None:
+        if socket.has_dualstack_ipv6():
+            self._socket = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
+            )
+        else:
+            self._socket = socket.create_server(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.key = secrets.token_bytes(KEY_BYTES)
 
     def accept(self, count: int, values: Values, *, seconds: float) -> list[Channel]:
         """Returns the channels of `count` processes that have sent the key; others are hung up on.
@@ -150,19 +160,6 @@ def connect(address: tuple[str, int], key: bytes, values: Values, *, seconds: fl
     end.settimeout(None)
     end.sendall(key)
     return Channel(_kept_alive(end), values)
-
-
-def own_address(towards: str) -> str:
-    """Returns the address of this host by which it reaches another one.
-
-    Args:
-        towards: name or address of the other host.
-    """
-    kind, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        # A datagram socket sends nothing when it is connected.
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def host_name() -> str:

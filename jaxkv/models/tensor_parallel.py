@@ -38,15 +38,20 @@ AXIS = "tensor"
 
 
 def tensor_mesh(devices: int) -> Mesh:
-    """Returns the mesh of the first devices, along one axis.
+    """Returns the mesh of the first devices, along one axis; of several processes (`jax.distributed`), of all devices.
 
     Args:
         devices: number of devices.
 
     Raises:
-        ValueError: there are fewer devices.
+        ValueError: there are fewer devices, or processes whose devices would be left out.
     """
     known = jax.devices()
+    if jax.process_count() > 1 and devices != len(known):
+        raise ValueError(
+            f"{jax.process_count()} processes compute a model on all of their devices together, so "
+            f"tensor_parallel_size must be {len(known)}, got {devices}"
+        )
     if not 1 <= devices <= len(known):
         raise ValueError(
             f"tensor_parallel_size must be between 1 and the number of devices here, {len(known)}, got {devices}"
@@ -58,6 +63,12 @@ def mesh_of(model: Model) -> Mesh | None:
     """Returns the devices that divide a model's cache; `None` for a model on one device."""
     mesh = model.mesh if isinstance(model, TensorParallel) else None
     return mesh if isinstance(mesh, Mesh) else None
+
+
+def spans_processes(model: Model) -> bool:
+    """Returns whether devices of other processes divide a model with those of this one."""
+    mesh = mesh_of(model)
+    return mesh is not None and mesh.is_multi_process
 
 
 def over_devices(

@@ -1,6 +1,7 @@
 """The model runner: parameters, the cache on the device, and the compiled programs that update it."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxkv.models.tensor_parallel import TensorParallel, mesh_of
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.adapter_stacks import AdapterStacks
+from jaxkv.runner.hosts import Follower, Leader, in_order, mirrored
 from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec, without_empty
@@ -42,9 +44,11 @@ class ModelRunner:
         processors: the registered logits processors; the layout must have room for their words.
         owns_params: nobody else uses the parameters' arrays, so an update may overwrite them.
         adapters: the adapters that rows may name; `None` for none.
+        hosts: the other processes, whose devices divide the model with this one's; `None` for one process.
 
     Attributes:
         adapters: the adapters that rows may name.
+        hosts: the other processes.
         implementation: the implementation of the ops of all layers, and why no faster one is used.
         owner: owns the cache.
         packed_layout: layout of the packed arrays of steps.
@@ -67,6 +71,7 @@ class ModelRunner:
         *,
         owns_params: bool = False,
         adapters: AdapterStacks | None = None,
+        hosts: Leader | Follower | None = None,
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
@@ -79,6 +84,7 @@ class ModelRunner:
         self.programs = programs
         self.processors = processors
         self.adapters = adapters
+        self.hosts = hosts
         self.owner = CacheOwner(layout, counts, device=mesh_of(model))
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
@@ -86,6 +92,8 @@ class ModelRunner:
         self._refused: dict[ProgramSpec, Exception] = {}
         # What the last `forward_only` program returned, for the program that samples.
         self._hidden: Array | None = None
+        if isinstance(hosts, Leader):
+            self.owner.announce = self.change_cache
 
     @property
     def dtype(self) -> str:
@@ -132,6 +140,7 @@ class ModelRunner:
             ValueError: they do not fit, see `ParamTypes.accept` and `NamedWeights`; the old ones stay.
             ProgramRefused: strict mode, and arrays of these names, shapes and dtypes were not given in the warm-up.
         """
+        self.refuse_hosts("update_weights and load_lora")
         if isinstance(params, Mapping) or not isinstance(params, Iterable):
             if isinstance(self.model, TensorParallel):
                 self.model.refuse_undivided(params)
@@ -181,8 +190,17 @@ class ModelRunner:
                 "the model without quantization"
             )
 
+    def refuse_hosts(self, what: str) -> None:
+        """Raises `ValueError` if other processes compute the model with this one, for what cannot be done there."""
+        if self.hosts is not None:
+            raise ValueError(
+                f"{what}: supported in one process only, and {jax.process_count()} compute this model; start them "
+                "again, or use one host"
+            )
+
     def drop_params(self) -> None:
         """Drops the parameters; their memory is free once nothing else refers to them."""
+        self.refuse_hosts("sleep(level=2), after which update_weights must give weights")
         self.params, self._owns_params = None, False
 
     def refuse_without_params(self) -> None:
@@ -194,7 +212,10 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the cache and drops the parameters and programs; no program can run afterwards."""
+        self.owner.announce = None
         self.owner.close()
+        if self.hosts is not None:
+            self.hosts.close()
         self.params, self.adapters, self._hidden = (), None, None
         self._known.clear()
         # The tracebacks of these errors refer to the parameters.
@@ -235,6 +256,13 @@ class ModelRunner:
             CachePoisoned: the program failed after the cache was donated.
             RuntimeError: the owner of the parameters has deleted them; the cache is unchanged.
         """
+        # Before any process runs it.
+        self.program(spec)
+        return self.run_told(spec, list(arrays))
+
+    @mirrored
+    def run_told(self, spec: ProgramSpec, arrays: list[np.ndarray]) -> Any:  # noqa: ANN401
+        """Does what `run` does with a program that is compiled."""
         program, given = self.program(spec), without_empty(arrays)
         params = spec.params_of(self) if isinstance(spec, StepSpec | ScoreSpec) else self.params
 
@@ -254,12 +282,15 @@ class ModelRunner:
                     "donated or freed them. Give the arrays that replaced them to LLM.update_weights"
                 ) from error
             raise
+        if self.hosts is not None:
+            in_order(out)
         if isinstance(spec, StepSpec) and spec.forward_only:
             self._hidden = out
         return out
 
     def run_read_only(self, spec: ProgramSpec, *arrays: np.ndarray) -> Any:  # noqa: ANN401 - the program's own output
         """Dispatches a program without parameters that only reads the cache."""
+        self.refuse_hosts(spec.name)
         return self.program(spec)(self.owner.handle().cache, *arrays)
 
     def update(self, spec: ProgramSpec, *arguments: Any) -> Any:  # noqa: ANN401 - the program's own types
@@ -268,8 +299,15 @@ class ModelRunner:
         Raises:
             CachePoisoned: the program failed after the cache was donated.
         """
+        self.refuse_hosts(spec.name)
         program = self.program(spec)
         return self.owner.run(lambda cache: program(cache, *arguments))
+
+    @mirrored
+    def change_cache(self, change: str) -> None:
+        """Lets the followers "rebuild" or "close" their slices of the cache, as the owner here is about to do."""
+        if isinstance(self.hosts, Follower):
+            {"rebuild": self.owner.rebuild, "close": self.owner.close}[change]()
 
     def read(self, out: Any) -> Any:  # noqa: ANN401 - a pytree of device arrays, as NumPy
         """Waits for a step's output and returns it as NumPy arrays.
@@ -278,9 +316,12 @@ class ModelRunner:
             JaxRuntimeError: the step failed on the device, out of memory for example; the cache is lost.
         """
         try:
-            return jax.device_get(out)
+            with self.hosts.waiting() if isinstance(self.hosts, Leader) else nullcontext():
+                return jax.device_get(out)
         except jax.errors.JaxRuntimeError as error:
             self.owner.poison(f"a step failed while it ran: {error}", cause=error)
+            if isinstance(self.hosts, Leader):
+                raise self.hosts.give_up(error) from error
             raise
 
     def program(self, spec: ProgramSpec) -> Program:
@@ -289,15 +330,18 @@ class ModelRunner:
         Raises:
             ProgramRefused: see `Programs.get`.
         """
-        program = self._known.get(spec)
-        if program is None:
-            try:
-                program = self.programs.get(spec, lambda: spec.lowering(self))
-            except STEP_FAILURES as error:
-                self._refused[spec] = error
-                raise
-            self._known[spec] = program
-            self._refused.pop(spec, None)
+        return self._known.get(spec) or self.compiled(spec)
+
+    @mirrored
+    def compiled(self, spec: ProgramSpec) -> Program:
+        """Returns the compiled form of a program that this runner has not used; see `program`."""
+        try:
+            program = self.programs.get(spec, lambda: spec.lowering(self))
+        except STEP_FAILURES as error:
+            self._refused[spec] = error
+            raise
+        self._known[spec] = program
+        self._refused.pop(spec, None)
         return program
 
     def compile_all(
@@ -309,6 +353,11 @@ class ModelRunner:
             needed: their specs.
             progress: show a progress bar on stderr.
         """
+        return self.all_compiled(list(needed), progress=progress)
+
+    @mirrored
+    def all_compiled(self, needed: list[ProgramSpec], *, progress: bool = False) -> list[Program]:
+        """Does what `compile_all` does; followers do it without a bar."""
         builds = {spec: partial(spec.lowering, self) for spec in needed}
         self.programs.get_all(builds, progress=progress)
         return [self.program(spec) for spec in builds]
