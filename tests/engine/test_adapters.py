@@ -14,6 +14,7 @@ from jaxkv import LLM, AsyncLLM, CacheConfig, EngineConfig, LoraConfig, Sampling
 from jaxkv.engine.lora.loaded_adapter import AdapterVersion
 from jaxkv.errors import BadCheckpoint
 from tests.engine.engines import PAGE, VOCAB, model_of
+from tests.structured.open_grammar import with_open_grammar
 from tests.weights.adapter_files import save_adapter
 
 SHAPES = {
@@ -62,6 +63,22 @@ def loaded(request, folders):
     yield
     for name in llm.list_loras():
         llm.remove_lora(name)
+
+
+def test_rows_with_a_grammar_take_their_adapter_too(llm):
+    """Their steps are two programs, and this grammar allows every token."""
+    prompt = {"prompt_token_ids": PROMPT}
+    asked = [*llm.requests(prompt, greedy("a")), *llm.requests(prompt, greedy())]
+    bound = [with_open_grammar(one, VOCAB) for one in asked]
+    with llm.lock.held():
+        states = [llm.engine.add([one])[0] for one in (*asked, *bound)]
+        llm.engine.run(states)
+    adapted, plain, *same = [one.token_ids for one in states]
+    assert adapted != plain
+    assert same == [adapted, plain]
+    for one, other in ((0, 2), (1, 3)):
+        told, found = ([*map(dict.values, states[at].logprobs)] for at in (one, other))
+        np.testing.assert_allclose([*map(list, found)], [*map(list, told)], atol=1e-5)
 
 
 def cached(llm, lora=None, **prompt):
