@@ -71,11 +71,12 @@ class Effort:
 
 def refuse_profilers() -> None:
     """Raises `RuntimeError` under a profiler: XLA then runs without command buffers, and slower."""
-    # JAX has no public API for this.
+    # JAX has no public API for this, and its versions have two names.
     from jax._src.profiler import _profile_state
 
     found = [name for name in _PROFILER_VARIABLES if os.environ.get(name)]
-    if _profile_state.profile_session is not None:
+    names = ("session", "profile_session")
+    if any(getattr(_profile_state, name, None) is not None for name in names):
         found.append("jax.profiler")
     torch = sys.modules.get("torch")
     if torch is not None and torch.autograd._profiler_enabled():
