@@ -115,9 +115,17 @@ class _Metrics(Collector):
         for position, count in enumerate(accepted):
             by_position.add_metric([*self._values(), str(position)], count)
         yield by_position
+        yield self._counter(
+            "jaxkv:draft_steps", "Steps for which drafts were asked.", stats["steps"]
+        )
+        yield self._counter(
+            "jaxkv:draft_steps_overlapped",
+            "Steps with drafts of the device, sent before the step before was read.",
+            stats["overlapped"],
+        )
         yield self._gauge(
             "jaxkv:drafts_paused",
-            "1 while too few drafts are accepted to go on.",
+            "1 while a token takes longer with drafts than without.",
             stats["is_paused"],
         )
 
