@@ -15,6 +15,7 @@ from jaxkv import (
     LLM,
     CacheConfig,
     EngineConfig,
+    LoraConfig,
     SamplingParams,
     SpeculationConfig,
     StructuredOutputs,
@@ -24,10 +25,12 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import build_model, expected_params, load_config, load_params
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, over_devices, tensor_mesh
 from jaxkv.plan import explain_plan
+from jaxkv.runner.adapter_stacks import stack_bytes
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels.dispatch import Unsupported
 from tests.devices import needs_devices
 from tests.one_layer import one_layer_model
+from tests.weights.adapter_files import save_adapter
 
 pytestmark = needs_devices(8)
 
@@ -72,6 +75,12 @@ def pair(folder):
 
 def tokens_of(outputs):
     return [list(sample.token_ids) for one in outputs for sample in one.outputs]
+
+
+def chosen_of(sample):
+    """Returns the tokens of a sample and their log-probabilities."""
+    steps = zip(sample.logprobs, sample.token_ids, strict=True)
+    return list(sample.token_ids), [step[token] for step, token in steps]
 
 
 def test_tokens_and_log_probabilities_are_those_of_one_device(single, pair):
@@ -329,7 +338,6 @@ def test_random_weights_are_those_of_one_device(folder):
             {"quantization": "int4", "tensor_parallel_size": 4},
             "4 devices would have 144 columns each of a weight with a scale for 64",
         ),
-        ({"lora": True}, "got a TensorParallel; turn lora off"),
     ],
 )
 def test_what_several_devices_cannot_do_is_refused(folder, options, message):
@@ -358,11 +366,7 @@ def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization,
             llm.engine.runner.update_params(llm.params, llm.engine.runner.weight_version)
     for wanted, got in zip(*found, strict=True):
         assert got.token_ids == wanted.token_ids
-        chosen = [
-            [step[token] for step, token in zip(one.logprobs, one.token_ids, strict=True)]
-            for one in (got, wanted)
-        ]
-        np.testing.assert_allclose(*chosen, atol=1e-4)
+        np.testing.assert_allclose(chosen_of(got)[1], chosen_of(wanted)[1], atol=1e-4)
     assert sizes[0] / devices <= sizes[1] < 1.2 * sizes[0] / devices
 
 
@@ -392,6 +396,41 @@ def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder):
     model.refuse_undivided(divided)
     with pytest.raises(ValueError, match="are not divided among the 2 devices"):
         model.refuse_undivided(params)
+
+
+def test_each_row_has_the_tokens_of_its_adapter_on_one_device(folder, tmp_path):
+    """Adapters of projections into blocks and out of them, whose rows and whose columns the devices divide."""
+    shapes = {
+        "model.layers.0.self_attn.q_proj": (256, 256),
+        "model.layers.0.self_attn.v_proj": (64, 256),
+        "model.layers.0.self_attn.o_proj": (256, 256),
+        "model.layers.0.mlp.gate_proj": (576, 256),
+        "model.layers.0.mlp.down_proj": (256, 576),
+    }
+    for seed, name in enumerate("ab"):
+        save_adapter(tmp_path / name, shapes, seed=seed, size=0.2)
+    requests = [replace(CHOSEN, lora=name) for name in (None, "a", "b")]
+    found = []
+    for devices in (1, 2):
+        lora = LoraConfig(max_adapters=2, max_rank=4)
+        with LLM(folder, tensor_parallel_size=devices, lora=lora, **SMALL) as llm:
+            for name in "ab":
+                llm.add_lora(name, tmp_path / name)
+            outputs = llm.generate([PROMPT] * 3, requests)
+            found.append([chosen_of(one.outputs[0]) for one in outputs])
+            stacks = llm.engine.runner.stacks
+            divided = [leaf for leaf in jax.tree.leaves(stacks) if not leaf.is_fully_replicated]
+            assert len(divided) == (devices > 1) * len(stacks)
+            assert stack_bytes(llm.model, lora, "float32") == sum(
+                shard.data.nbytes
+                for leaf in jax.tree.leaves(stacks)
+                for shard in leaf.addressable_shards
+                if shard.device == jax.devices()[0]
+            )
+    assert len({tuple(tokens) for tokens, _ in found[0]}) == 3
+    for (tokens, chosen), (others, values) in zip(*found, strict=True):
+        assert tokens == others
+        np.testing.assert_allclose(chosen, values, atol=1e-4)
 
 
 def test_columns_in_an_order_of_their_own_are_refused(folder):

@@ -20,14 +20,18 @@ from jaxkv.weights.quantised.weight_forms import is_few_bits
 _PER_COLUMNS = ("scales", "zeros")
 """Arrays of a `FewBits` with a column for each group of the weight's."""
 
+_COLUMNS_ALONE = ("order", "inner", "slots")
+"""Arrays of a `FewBits` and an `Adapted` without an axis for the weight's rows."""
+
 
 @dataclass(frozen=True)
 class ParamDivision:
     """The parts of a decoder's parameters that each of several devices has.
 
-    A path names a parameter with dots, such as "layers.0.qkv", or one array of a `FewBits`, such as
-    "layers.0.qkv.codes". A global array is the devices' parts one after the other, so the rows of a fused projection
-    are in another order than in the whole decoder's.
+    A path names a parameter with dots, such as "layers.0.qkv", or an array that belongs to one, such as the codes of a
+    `FewBits` in its place, "layers.0.qkv.codes", or a factor of its adapters, "layers.0.qkv.inner" (`LowRank`). A
+    global array is the devices' parts one after the other, so the rows of a fused projection are in another order than
+    in the whole decoder's.
 
     Attributes:
         whole: path -> declaration of each parameter of the decoder.
@@ -40,7 +44,7 @@ class ParamDivision:
     mesh: Mesh | AbstractMesh
 
     def divide(self, path: str, leaf: Any) -> Any:  # noqa: ANN401 - an array or a `FewBits`
-        """Returns a parameter, or one array of a `FewBits`, divided among the devices.
+        """Returns a parameter, or an array that belongs to one, divided among the devices.
 
         Args:
             path: its path.
@@ -75,13 +79,13 @@ class ParamDivision:
         return jax.make_array_from_single_device_arrays(tuple(shape), place, parts)
 
     def divided(self, params: Params) -> Params:
-        """Returns parameters of the whole decoder, divided: a copy."""
+        """Returns parameters of the whole decoder, or trees of arrays by path, divided: a copy."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.divide(dotted(path), leaf), params
         )
 
     def types(self, whole: Params) -> Params:
-        """Returns the types of divided parameters, with shardings, given those of the whole decoder's.
+        """Returns the types of what `divided` returns, with shardings, given those of what it takes.
 
         Raises:
             ValueError: see `divide`.
@@ -121,19 +125,23 @@ class ParamDivision:
 
     def _split_of(self, path: str, shape: tuple[int, ...]) -> Split | None:
         """Returns how an array is divided; raises `ValueError` if columns in an order of their own would have to be."""
-        if path in self._splits:
-            return self._splits[path]
-        owner, _, name = path.rpartition(".")
+        owner, name = path, ""
+        while owner not in self._splits:
+            owner, _, last = owner.rpartition(".")
+            name = name or last
         split = self._splits[owner]
-        if split is None or split.axis < len(self.whole[owner].shape) - 1:
-            return None if name == "order" else split
+        if not name or split is None:
+            return split
+        if split.axis < len(self.whole[owner].shape) - 1:
+            return None if name in _COLUMNS_ALONE else split
         if name == "order":
             raise ValueError(
                 f"{owner}: its columns are sorted by importance (GPTQ's act-order), so {self._count} devices cannot "
                 "divide them; choose tensor_parallel_size=1, or a checkpoint without desc_act"
             )
-        is_per_row = name in _PER_COLUMNS and shape[split.axis] == 1
-        return None if is_per_row else split
+        if name in ("outer", "slots") or (name in _PER_COLUMNS and shape[-1] == 1):
+            return None
+        return split._replace(axis=len(shape) - 1)
 
     def _spec(self, split: Split | None) -> PartitionSpec:
         if split is None:

@@ -216,7 +216,7 @@ class TensorParallel:
         return self.divided_types(self.whole.param_shapes(dtype))
 
     def divided_types(self, types: Params) -> Params:
-        """Returns the types of parameters, with shardings, given those of the whole decoder's.
+        """Returns the types of parameters, or of adapters' factors by path, with shardings, given the whole ones.
 
         Raises:
             ValueError: some are in 8 or 4 bits, and the devices cannot divide their columns.
@@ -224,7 +224,7 @@ class TensorParallel:
         return self._division.types(types)
 
     def divided(self, params: Params) -> Params:
-        """Returns the whole decoder's parameters, divided: a copy."""
+        """Returns the whole decoder's parameters, or adapters' factors by path, divided: a copy."""
         return self._division.divided(params)
 
     def divide(self, path: str, leaf: Shaped[Array, "..."] | FewBits) -> Any:  # noqa: ANN401 - as `leaf`
