@@ -9,6 +9,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxkv
 from jaxkv import (
@@ -243,13 +244,34 @@ def test_new_weights_are_divided_by_their_owner(folder, single, pair):
     for whole in (new, jax.tree.map(np.asarray, new)):
         with pytest.raises(ValueError, match=r"are not divided among the 2 devices, embed for one"):
             pair.update_weights(whole)
-    with pytest.raises(ValueError, match="supported on one device only"):
-        pair.load_lora(None)
     assert pair.params is before
     assert wanted != tokens_of(pair.generate([PROMPT], GREEDY))
     pair.update_weights(pair.model.divided(new))
     assert tokens_of(pair.generate([PROMPT], GREEDY)) == wanted
     pair.update_weights(before)
+
+
+def test_new_weights_under_a_checkpoints_names_are_divided(folder, tmp_path):
+    """The second update takes the memory of the first one's parameters, and an adapter is added to what is in files."""
+    tensors = load_file(folder / "model.safetensors")
+    save_adapter(tmp_path / "a", {"model.layers.0.mlp.down_proj": (256, 576)}, seed=1, size=0.3)
+    found = []
+    for devices in (1, 2):
+        with LLM(folder, tensor_parallel_size=devices, **SMALL) as llm:
+            types = jax.tree.map(lambda leaf: leaf.sharding, llm.params)
+            told = []
+            for factor in (1.25, 1.5):
+                llm.update_weights([(name, factor * array) for name, array in tensors.items()])
+                told += tokens_of(llm.generate([PROMPT], GREEDY))
+            llm.load_lora(tmp_path / "a")
+            told += tokens_of(llm.generate([PROMPT], GREEDY))
+            for leaf, place in zip(
+                jax.tree.leaves(llm.params), jax.tree.leaves(types), strict=True
+            ):
+                assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+            found.append(told)
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) == 3
 
 
 def test_parts_in_memory_are_served_without_a_copy(folder, single):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree, Shaped
 
 from jaxkv.errors import BadCheckpoint
@@ -58,8 +59,10 @@ class NamedWeights:
         arrays: (name, array) of every tensor of the checkpoint: of JAX, of NumPy, or with `__dlpack__` as PyTorch's.
         model: the model.
         rules: which tensors make up which parameter.
-        params: types of the parameters; arrays are copied to their device if they are on another one.
+        params: types of the parameters; arrays are copied to their device if they are on another one, or divided among
+            their devices.
         dtype: dtype name of the parameters.
+        divided: returns a tree of whole parameters divided among several devices; `None` for one device.
 
     Attributes:
         signature: names, shapes and dtypes of the arrays, for which `NamedPrograms` are compiled.
@@ -76,8 +79,9 @@ class NamedWeights:
         rules: RuleSet,
         params: PyTree[jax.ShapeDtypeStruct],
         dtype: str,
+        divided: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._types = jax.tree.leaves(params)
+        self._types, self._divided = jax.tree.leaves(params), divided
         device = self._types[0].sharding
         named: dict[str, NamedArray] = {}
         for name, array in arrays:
@@ -97,7 +101,9 @@ class NamedWeights:
         )
         used = {name for leaf in self._leaves for name in leaf.sources}
         self._sources = {
-            name: jax.device_put(one.array, device) for name, one in named.items() if name in used
+            name: jax.device_put(one.array, _place(one.array, device))
+            for name, one in named.items()
+            if name in used
         }
         self.signature = frozenset(
             (name, array.shape, str(array.dtype)) for name, array in self._sources.items()
@@ -109,11 +115,20 @@ class NamedWeights:
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding),
             self._sources,
         )
-        make = jax.jit(partial(_make, self._leaves))
-        make_in_place = jax.jit(partial(_make_in_place, self._leaves), donate_argnums=0)
+        make_all = partial(_make_all, self._leaves, self._divide)
+        places = [kind.sharding for kind in self._types] if self._divided is not None else None
+        make = jax.jit(partial(_make, make_all), out_shardings=places)
+        make_in_place = jax.jit(
+            partial(_make_in_place, make_all), donate_argnums=0, out_shardings=places
+        )
         return NamedPrograms(
             make.lower(sources).compile(), make_in_place.lower(self._types, sources).compile()
         )
+
+    def _divide(self, leaves: list[Array]) -> list[Array]:
+        if self._divided is None:
+            return leaves
+        return jax.tree.leaves(self._divided(self._structure.unflatten(leaves)))
 
     def params(
         self, programs: "NamedPrograms", donated: PyTree[jax.Array] | None = None
@@ -165,18 +180,38 @@ def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any librar
     return jnp.asarray(array)
 
 
-def _make(leaves: tuple[_Leaf, ...], sources: Mapping[str, Array]) -> list[Array]:
+def _place(array: jax.Array, device: Sharding) -> Sharding:
+    """Returns where an array of a checkpoint is put: of several devices, each has some of its rows."""
+    if not isinstance(device, NamedSharding) or device.mesh.size == 1:
+        return device
+    fits = array.ndim > 0 and array.shape[0] % device.mesh.size == 0
+    return NamedSharding(device.mesh, PartitionSpec(*device.mesh.axis_names[: int(fits)]))
+
+
+def _make_all(
+    leaves: tuple[_Leaf, ...],
+    divide: Callable[[list[Array]], list[Array]],
+    sources: Mapping[str, Array],
+) -> list[Array]:
+    return divide([_assembled(leaf, sources) for leaf in leaves])
+
+
+def _make(
+    make_all: Callable[[Mapping[str, Array]], list[Array]], sources: Mapping[str, Array]
+) -> list[Array]:
     # Copies, since an array that is returned as it came would be shared with its owner.
-    return [jnp.array(_assembled(leaf, sources), copy=True) for leaf in leaves]
+    return [jnp.array(made, copy=True) for made in make_all(sources)]
 
 
 def _make_in_place(
-    leaves: tuple[_Leaf, ...], old: list[Array], sources: Mapping[str, Array]
+    make_all: Callable[[Mapping[str, Array]], list[Array]],
+    old: list[Array],
+    sources: Mapping[str, Array],
 ) -> list[Array]:
     # An old leaf that the program did not read would not be donated.
     return [
-        lax.dynamic_update_slice(one, _assembled(leaf, sources), (0,) * one.ndim)
-        for one, leaf in zip(old, leaves, strict=True)
+        lax.dynamic_update_slice(one, made, (0,) * one.ndim)
+        for one, made in zip(old, make_all(sources), strict=True)
     ]
 
 
