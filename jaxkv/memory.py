@@ -51,7 +51,7 @@ def named_exhaustion(doing: str) -> Iterator[None]:
 
 
 def device_bytes() -> int | None:
-    """Returns the free bytes of this process's first device; on a CPU `host_bytes()`; `None` if the device reports none."""
+    """Returns the free bytes of this process's first device, on a CPU `host_bytes()`; `None` if it reports none."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return host_bytes()

@@ -35,6 +35,7 @@ from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec
 from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.sampling.features import Features
+from jaxkv.step.text_drafter import NgramLookup
 from jaxkv.wording import listed
 
 _LOG = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _POLL_SECONDS = 0.5
 _WORD_SECONDS = 1.0
 _LEADER_LOST = "process 0 has ended without a word; an engine needs all of its processes"
 
-VALUES = Values((StepSpec, SampleSpec, ScoreSpec, CopySpec, AdmitSpec, Features))
+VALUES = Values((StepSpec, SampleSpec, ScoreSpec, CopySpec, AdmitSpec, Features, NgramLookup))
 """Writes and reads what followers are told."""
 
 
@@ -76,11 +77,15 @@ class Leader:
 
     Args:
         channels: one for each follower, in any order.
+
+    Attributes:
+        on_lost: called with the error in a thread of the leader when a follower has ended; `None` for nothing.
     """
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
         self._names = ["a process"] * len(channels)
+        self.on_lost: Callable[[HostLost], None] | None = None
         self._lost = ""
         self._is_closed = False
         self._watch = _Watch()
@@ -200,6 +205,8 @@ class Leader:
         self._lost = why
         _skip_shutdown()
         _LOG.error("%s", why)
+        if self.on_lost is not None:
+            self.on_lost(HostLost(why))
         self._watch.end_if_inside(why)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import logging
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -23,9 +24,12 @@ from jaxkv.options import (
     speculation_of_options,
 )
 from jaxkv.replicas.devices import replica_count
+from jaxkv.serve import exit_codes
 from jaxkv.serve.http.limits import Limits
 from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
 from jaxkv.terminal import Screen
+
+_LOG = logging.getLogger(__name__)
 
 KEY_VARIABLE = "JAXKV_API_KEY"
 """The environment variable with an API key."""
@@ -59,6 +63,7 @@ def add_serve[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[
     add_serving_options(serve, max_sequences=CacheConfig.max_sequences)
     _add_address_options(serve)
     _add_engine_options(serve)
+    _add_host_options(serve)
     _add_lora_options(serve)
     _add_parser_options(serve)
     _add_limits(serve)
@@ -141,6 +146,35 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "is some of greedy, drawn and filtered, joined by +, and all three if left out. May be given several times "
         "(default: programs are compiled when they are first needed)",
     )
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--coordinator-address",
+        metavar="HOST:PORT",
+        help="for an engine on several hosts: where process 0 listens for the others. Start the same command on each "
+        "host, with --num-processes and --process-id (default: one process)",
+    )
+    parser.add_argument(
+        "--num-processes",
+        type=size,
+        default=1,
+        metavar="N",
+        help="of the engine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--process-id",
+        type=_process_id,
+        default=0,
+        metavar="I",
+        help="number of this process; process 0 answers requests, the others follow it (default: %(default)s)",
+    )
+
+
+def _process_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a number from 0, got {text[:40]!r}")
+    return int(text)
 
 
 def _add_lora_options(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +324,13 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
 
     options.model = _model(options)
     start, replicas = _start(options), replica_count(options.data_parallel_size)
+    if start.hosts is not None and replicas > 1:
+        raise ValueError(
+            "--data-parallel-size makes replicas on one host, and --coordinator-address puts one engine on several; "
+            "give one of them"
+        )
+    if start.hosts is not None and start.hosts.process_id > 0:
+        return uvloop.run(_follow(start))
     keys = ApiKeys(_keys(options))
     limits = _limits(options)
     _allow_descriptors(limits.connections + limits.lingering + _DESCRIPTORS)
@@ -318,6 +359,47 @@ def _serve(options: argparse.Namespace, screen: Screen) -> int:
 
     with open_listener(options.host, options.port, has_keys=bool(keys)) as listener:
         return uvloop.run(run())
+
+
+async def _follow(start: Any) -> int:  # noqa: ANN401 - `Start` needs the extra
+    """Runs an engine process that follows another host's, until that one ends; returns the exit code."""
+    from jaxkv.serve.engine_process import EngineProcess
+    from jaxkv.serve.server import EngineRefused
+
+    engine = EngineProcess(start)
+    engine.client.start()
+    await engine.client.wait_lost()
+    words, failure, code = engine.client.last_words, engine.client.failure, await engine.end()
+    if code == exit_codes.REFUSED:
+        raise EngineRefused(words)
+    if code != exit_codes.OK:
+        _LOG.error("%s", words or failure)
+    return code
+
+
+def _hosts(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Hosts` needs the extra
+    """Returns how the engine joins the processes of other hosts; `None` for one process.
+
+    Raises:
+        ValueError: the options contradict each other.
+    """
+    from jaxkv.serve.wire import Hosts
+
+    count, number = options.num_processes, options.process_id
+    if options.coordinator_address is None:
+        if count > 1 or number > 0:
+            raise ValueError(
+                "--num-processes and --process-id need --coordinator-address, the host and port of process 0"
+            )
+        return None
+    if not 0 <= number < count or count < 2:
+        raise ValueError(
+            f"--coordinator-address needs --num-processes of at least 2 and a --process-id below it, got {count} and "
+            f"{number}"
+        )
+    return Hosts(
+        coordinator_address=options.coordinator_address, num_processes=count, process_id=number
+    )
 
 
 def _refuse_if_missing() -> None:
@@ -398,6 +480,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         warm_up=tuple(options.warm_up),
         hang_seconds=options.hang_seconds,
         busy_seconds=options.busy_seconds,
+        hosts=_hosts(options),
         sampling_defaults=options.generation_config == "auto",
     )
 

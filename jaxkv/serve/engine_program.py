@@ -19,6 +19,8 @@ from dataclasses import asdict, replace
 from itertools import product
 from types import MappingProxyType
 
+import jax
+
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.lora import LoraConfig
@@ -27,12 +29,20 @@ from jaxkv.engine.command_loop import CommandLoop, StepTimer
 from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
-from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates, ProgramRefused
+from jaxkv.errors import (
+    STEP_FAILURES,
+    CachePoisoned,
+    HostLost,
+    OutOfPages,
+    OutOfStates,
+    ProgramRefused,
+)
 from jaxkv.llm import LLM
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.monitoring.inspection import draw
 from jaxkv.options import processor_functions
 from jaxkv.replicas.router import block_sizes
+from jaxkv.runner.hosts import Leader
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.served_sample import ServedSample, take_news
@@ -146,7 +156,18 @@ class EngineServer:
         """
         self._sender.send(self._facts())
         threading.Thread(target=self._watch, name="jaxkv-watchdog", daemon=True).start()
+        if isinstance(hosts := self._engine.runner.hosts, Leader):
+            # Also while no request runs.
+            hosts.on_lost = self._fail
         self._loop.run()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the loop by an error; any thread may."""
+
+        def fail() -> None:
+            raise error
+
+        self._loop.put(fail)
 
     def say_failed(self, error: BaseException) -> int:
         """Tells the HTTP process why the engine has failed; returns the exit code."""
@@ -350,6 +371,10 @@ def _end_with(inbox: Inbox) -> Callable[[], None]:
 
 
 def _load(start: Start) -> LLM:
+    if start.hosts is not None:
+        jax.distributed.initialize(
+            start.hosts.coordinator_address, start.hosts.num_processes, start.hosts.process_id
+        )
     llm = LLM(
         start.model,
         revision=start.revision,
@@ -365,10 +390,33 @@ def _load(start: Start) -> LLM:
         logits_processors=processor_functions(start.logits_processors),
         lora=None if start.lora is None else LoraConfig(**start.lora),
     )
+    if _follows(start):
+        return llm
     for name, path in start.lora_modules.items():
         llm.add_lora(name, path)
     _warm_up(llm, start.warm_up)
     return llm
+
+
+def _follows(start: Start) -> bool:
+    """Returns whether this process follows another one, which serves."""
+    return start.hosts is not None and start.hosts.process_id > 0
+
+
+def _follow(llm: LLM, inbox: Inbox) -> int:
+    """Follows the process that serves, until it ends; returns the exit code."""
+    over = _end_with(inbox)
+    try:
+        llm.follow()
+    except BaseException as error:
+        _LOG.exception("the engine has failed")
+        failed = Failed(f"{type(error).__name__}: {error}", exit_code_of(error))
+        _Sender(inbox.end, lambda: None).send(failed, seconds=_LAST_WORDS_SECONDS)
+        return failed.code
+    finally:
+        over()
+    jax.distributed.shutdown()
+    return exit_codes.OK
 
 
 def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
@@ -410,7 +458,7 @@ def main() -> int:
     try:
         llm = _load(start)
         defaults = load_sampling_defaults(llm.directory) if start.sampling_defaults else {}
-    except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError, CachePoisoned, HostLost) as error:
         text = " ".join(str(error).split())
         sender = _Sender(inbox.end, lambda: None)
         sender.send(Failed(text, exit_codes.REFUSED), seconds=_LAST_WORDS_SECONDS)
@@ -420,6 +468,8 @@ def main() -> int:
     # What is loaded by now stays; the garbage collector need not look at it again between steps.
     gc.collect()
     gc.freeze()
+    if _follows(start):
+        return _follow(llm, inbox)
     inbox.busy_seconds = start.busy_seconds
     server = EngineServer(llm, inbox, start.hang_seconds, defaults)
     try:
@@ -427,6 +477,10 @@ def main() -> int:
     except BaseException as error:
         _LOG.exception("the engine has failed")
         return server.say_failed(error)
+    if (hosts := llm.engine.runner.hosts) is not None:
+        hosts.close()
+        # All processes leave together; one whose coordinator is gone would be aborted.
+        jax.distributed.shutdown()
     inbox.close()
     return exit_codes.OK
 

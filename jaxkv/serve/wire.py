@@ -25,6 +25,20 @@ class WireDamaged(RuntimeError):
 # From the HTTP process to the engine.
 
 
+class Hosts(msgspec.Struct, frozen=True, kw_only=True):
+    """The arguments of `jax.distributed.initialize`.
+
+    Attributes:
+        coordinator_address: host and port that process 0 listens on.
+        num_processes: number of processes of the engine.
+        process_id: number of this one; process 0 serves, and the others follow.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+
+
 class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     """The first message: what the engine process is to load.
 
@@ -40,6 +54,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
             `Ready`; see `jaxkv.serve.warm_samplings`.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
         busy_seconds: see `jaxkv.serve.inbox.Inbox`.
+        hosts: how this process joins the others of its engine; `None` for an engine of one process.
         sampling_defaults: `Ready.sampling_defaults` are those of the model's generation_config.json.
     """
 
@@ -60,6 +75,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
     hang_seconds: float = 30.0
     busy_seconds: float = 0.0
+    hosts: Hosts | None = None
     sampling_defaults: bool = False
 
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from jaxkv.runner.hosts import VALUES, Follower, Leader, mirrored, refuse_on_hos
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec
 from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.sampling.features import Features
+from jaxkv.step.text_drafter import NgramLookup
 
 STEP = StepSpec(8, 8, (4, 2), Features(filters=True), decode=True)
 
@@ -93,6 +94,7 @@ class Following:
     "spec",
     [
         STEP,
+        replace(STEP, drafts=4, drafter=NgramLookup(4, 2)),
         ScoreSpec(STEP, 3),
         CopySpec(),
         AdmitSpec(2, 16, returning=True),
