@@ -152,22 +152,20 @@ class ModelRunner:
         self.weight_version = version
 
     def _params_of_named(self, arrays: Iterable[tuple[str, Any]]) -> Params:
-        if isinstance(self.model, TensorParallel):
+        several = self.model if isinstance(self.model, TensorParallel) else None
+        decoder = self.model if several is None else several.whole
+        if not isinstance(decoder, Decoder):
             raise ValueError(
-                f"load_lora and updates under a checkpoint's names are supported on one device only, and this model is "
-                f"on {self.model.count}; give update_weights the tree LLM.model.divided(params)"
-            )
-        if not isinstance(self.model, Decoder):
-            raise ValueError(
-                f"a {type(self.model).__name__} has no checkpoint names; give a tree such as LLM.params"
+                f"a {type(decoder).__name__} has no checkpoint names; give a tree such as LLM.params"
             )
         self.refuse_named_weights()
         named = NamedWeights(
             arrays,
-            self.model,
-            rules_for(self.model.config),
+            decoder,
+            rules_for(decoder.config),
             self._param_types.tree,
             self._param_types.dtype,
+            divided=None if several is None else several.divided,
         )
         if named.signature not in self._named_programs:
             if self.programs.is_closed:

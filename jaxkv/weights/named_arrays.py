@@ -180,7 +180,7 @@ def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any librar
     return jnp.asarray(array)
 
 
-def _place(array: jax.Array, device: Sharding) -> Sharding:
+def _place(array: jax.Array, device: Sharding | None) -> Sharding | None:
     """Returns where an array of a checkpoint is put: of several devices, each has some of its rows."""
     if not isinstance(device, NamedSharding) or device.mesh.size == 1:
         return device
