@@ -410,13 +410,14 @@ def _follow(llm: LLM, inbox: Inbox) -> int:
         llm.follow()
     except BaseException as error:
         _LOG.exception("the engine has failed")
-        failed = Failed(f"{type(error).__name__}: {error}", exit_code_of(error))
-        _Sender(inbox.end, lambda: None).send(failed, seconds=_LAST_WORDS_SECONDS)
-        return failed.code
+        ended = Failed(f"{type(error).__name__}: {error}", exit_code_of(error))
+    else:
+        ended = Failed("process 0 has ended in order", exit_codes.OK)
+        jax.distributed.shutdown()
     finally:
         over()
-    jax.distributed.shutdown()
-    return exit_codes.OK
+    _Sender(inbox.end, lambda: None).send(ended, seconds=_LAST_WORDS_SECONDS)
+    return ended.code
 
 
 def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
