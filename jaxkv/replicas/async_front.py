@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -76,10 +77,12 @@ class AsyncReplicatedLLM:
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[list[Piece] | None]()
 
         def post(pieces: list[Piece] | None) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, pieces)
+            # In the thread that reads for all callers: a caller's closed loop must not end it.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(arrived.put_nowait, pieces)
 
-        result = self._begun(await asyncio.to_thread(self._begin, "stream", job, post))
-        result.add_done_callback(lambda _: None if loop.is_closed() else post(None))
+        result = self._begun(await self._begin("stream", job, post))
+        result.add_done_callback(lambda _: post(None))
         try:
             while (pieces := await arrived.get()) is not None:
                 for piece in pieces:
@@ -209,13 +212,21 @@ class AsyncReplicatedLLM:
     async def _output_of(self, job: Job) -> RequestOutput:
         """Returns the output of a job; it runs once more if its replica is lost."""
         try:
-            found = await self._result_of(await asyncio.to_thread(self._begin, "generate", job))
+            found = await self._result_of(await self._begin("generate", job))
         except ReplicaLost:
-            found = await self._result_of(await asyncio.to_thread(self._begin, "generate", job))
+            found = await self._result_of(await self._begin("generate", job))
         return self._llm.numbered(found)
 
-    def _begin(self, operation: str, job: Job, pieces: Any = None) -> "Future[Any]":  # noqa: ANN401
-        begun = self._llm.group.begin(operation, job, pieces=pieces)
+    async def _begin(self, operation: str, job: Job, pieces: Any = None) -> "Future[Any]":  # noqa: ANN401
+        """Begins a job in a thread, since that may wait; a caller that is cancelled meanwhile aborts it."""
+        beginning = asyncio.ensure_future(
+            asyncio.to_thread(self._llm.group.begin, operation, job, pieces=pieces)
+        )
+        try:
+            begun = await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_abort)
+            raise
         assert begun is not None, "there is no limit"
         return begun
 
@@ -240,3 +251,11 @@ class AsyncReplicatedLLM:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise RuntimeError(_ENDED)
+
+
+def _abort(beginning: "asyncio.Future[Future[Any] | None]") -> None:
+    """Aborts what was begun for a caller that has left."""
+    if beginning.cancelled() or beginning.exception() is not None:
+        return
+    if (begun := beginning.result()) is not None:
+        begun.cancel()

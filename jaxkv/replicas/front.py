@@ -42,7 +42,6 @@ from jaxkv.models.protocol import Params
 from jaxkv.monitoring.stats import Stats
 from jaxkv.replicas.group import FULL, Job, ReplicaGroup, as_prompt
 from jaxkv.replicas.prefix_files import found_files, new_files, texts_of
-from jaxkv.replicas.replica import Replica
 from jaxkv.replicas.totals import total
 from jaxkv.rollout import Rollout, column_count, rollout_of
 from jaxkv.runner.weight_version import WeightVersion
@@ -365,31 +364,15 @@ class ReplicatedLLM:
         The arrays are copied to the host and from there to every replica. A tree is one of the whole model, as
         `jaxkv.load_model` returns it, also if each replica divides the model among devices.
         """
-        return self.updated(self.begin_update(params, version=version, requests=requests))
-
-    def begin_update(
-        self,
-        params: Params | Iterable[tuple[str, Any]],
-        *,
-        version: WeightVersion | None,
-        requests: str,
-    ) -> "dict[Replica, Future[Any]]":
-        """Begins an update of all replicas; returns the results to come, for `updated`."""
         tree = named_arrays = None
         if isinstance(params, Mapping) or not isinstance(params, Iterable):
             leaves, _ = jax.tree_util.tree_flatten_with_path(params)
             tree = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
         else:
             named_arrays = [(name, as_numpy(array)) for name, array in params]
-        return self.group.all(
+        return self._updated(
             "update_weights", tree=tree, named=named_arrays, version=version, requests=requests
         )
-
-    def updated(self, results: "Mapping[Replica, Future[Any]]") -> WeightVersion:
-        """Waits for an update of all replicas; returns the version."""
-        self.weight_version = self.group.settle(results)
-        self.group.forget()
-        return self.weight_version
 
     def load_lora(
         self,
@@ -400,8 +383,7 @@ class ReplicatedLLM:
     ) -> WeightVersion:
         """Adds an adapter to the weights of all replicas; see `LLM.load_lora`."""
         given = None if path is None else str(path)
-        results = self.group.all("load_lora", path=given, version=version, requests=requests)
-        return self.updated(results)
+        return self._updated("load_lora", path=given, version=version, requests=requests)
 
     def add_lora(
         self, name: str, path: str | Path, *, version: WeightVersion | None = None
@@ -580,6 +562,17 @@ class ReplicatedLLM:
                 kind not in longest
             ):
                 longest[kind] = index
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                self._check(jobs, longest)
+                break
+            except ReplicaLost:
+                if not left:
+                    raise
+        return jobs
+
+    def _check(self, jobs: Sequence[Job], longest: Mapping[SamplingParams, int]) -> None:
+        """Has a replica check the longest job of each kind of sampling."""
         [replica, *_] = self.group.live
         checks = {
             index: replica.call(
@@ -591,7 +584,6 @@ class ReplicatedLLM:
         for index in sorted(checks):
             with named("prompt", index, len(jobs)):
                 checks[index].result()
-        return jobs
 
     def _outputs_of(self, jobs: Sequence[Job], progress: bool | None) -> list[RequestOutput]:
         """Runs jobs until all have ended; those of a lost replica run again on another one."""
@@ -659,7 +651,16 @@ class ReplicatedLLM:
 
     def _changed(self, operation: str, **arguments: Any) -> Any:  # noqa: ANN401
         """Makes a change on every replica that works; returns its result."""
-        return self.group.settle(self.group.all(operation, **arguments))
+        return self.group.change(operation, **arguments)
+
+    def _updated(self, operation: str, **arguments: Any) -> WeightVersion:  # noqa: ANN401
+        """Changes the weights of every replica that works; returns their version."""
+
+        def made(version: WeightVersion) -> None:
+            self.weight_version = version
+            self.group.forget()
+
+        return self.group.change(operation, made, **arguments)
 
 
 def as_numpy(array: Any) -> np.ndarray:  # noqa: ANN401 - of JAX, NumPy or PyTorch

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class ReplicaGroup:
         places = replica_environments(count, options["tensor_parallel_size"])
         self.replicas: list[Replica] = []
         self._lock = threading.Lock()
+        self._changing = threading.Lock()
         self._reported: set[int] = set()
         with self._ended_by_errors():
             for number, place in enumerate(places):
@@ -146,7 +147,43 @@ class ReplicaGroup:
         Raises:
             ReplicaLost: no replica is left.
         """
-        return {replica: replica.call(operation, arguments) for replica in self.live}
+        results: dict[Replica, Future[Any]] = {}
+        self._begin_all(self.live, results, operation, arguments)
+        return results
+
+    def change(
+        self,
+        operation: str,
+        made: Callable[[Any], None] | None = None,
+        **arguments: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Makes a change on every replica that works; returns its result.
+
+        One at a time: two that arrived in different orders would leave the replicas in different states.
+
+        Args:
+            operation: its operation.
+            made: called with the result before the next change begins.
+            arguments: of the operation.
+
+        Raises:
+            ReplicaLost: no replica is left.
+            Exception: see `settle`.
+        """
+        with self._changing:
+            live, results = self.live, dict[Replica, Future[Any]]()
+            try:
+                self._begin_all(live, results, operation, arguments)
+            except BaseException:
+                for replica in live if results else ():
+                    if replica not in results:
+                        _LOG.error("%s is ended, since a change did not reach it", replica.name)
+                        replica.close()
+                raise
+            result = self.settle(results)
+            if made is not None:
+                made(result)
+            return result
 
     def settle(self, results: "Mapping[Replica, Future[Any]]") -> Any:  # noqa: ANN401
         """Waits for a change of all replicas; returns its result, which is the same everywhere.
@@ -185,6 +222,20 @@ class ReplicaGroup:
         """Ends all replicas."""
         for replica in self.replicas:
             replica.close()
+
+    def _begin_all(
+        self,
+        live: "Sequence[Replica]",
+        results: "dict[Replica, Future[Any]]",
+        operation: str,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Begins an operation on replicas; notes the results to come. One that was lost meanwhile is left out."""
+        for replica in live:
+            with suppress(ReplicaLost):
+                results[replica] = replica.call(operation, arguments)
+        if not results:
+            raise live[-1].failure or ReplicaLost("no replica is left")
 
     def _load(self, replica: Replica, most: int | None) -> int | None:
         if replica.failure is not None or (most is not None and replica.num_open >= most):

@@ -122,6 +122,11 @@ class Replica:
         except ValueError:
             self._taken(number)
             raise
+        except BaseException:
+            # An interrupt may have cut the message short, and the process would read the next one as its rest.
+            self._lose(ReplicaLost(f"{self.name} was ended, since a message to it was interrupted"))
+            self._channel.close()
+            raise
         return result
 
     def close(self) -> None:

@@ -241,6 +241,42 @@ def test_asyncio_callers_share_the_replicas_and_may_leave(one, two):
     assert len(two.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
+def test_a_loop_that_is_closed_below_a_stream_keeps_no_other_caller_waiting(two):
+    served, loop = AsyncLLM(two), asyncio.new_event_loop()
+    streams = [served.stream(text, max_tokens=100, ignore_eos=True) for text in ("a", "b")]
+    for stream in streams:
+        loop.run_until_complete(anext(stream))
+    loop.close()
+    assert len(two.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+    latest = time.monotonic() + 20
+    while two.stats().running and time.monotonic() < latest:
+        time.sleep(0.02)
+    assert all(replica._reader.is_alive() for replica in two.group.replicas)
+
+
+def test_a_caller_that_leaves_while_its_request_is_sent_aborts_it(two, monkeypatch):
+    begin = two.group.begin
+
+    def late(*args, **options):
+        time.sleep(0.2)
+        begun.append(begin(*args, **options))
+        return begun[-1]
+
+    async def work():
+        async with AsyncLLM(two) as served:
+            leaving = asyncio.create_task(served.generate("def ", max_tokens=100, ignore_eos=True))
+            await asyncio.sleep(0.1)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            await asyncio.sleep(0.3)
+
+    begun = []
+    monkeypatch.setattr(two.group, "begin", late)
+    asyncio.run(work())
+    assert begun[0].cancelled()
+
+
 def test_what_only_a_single_llm_has_is_refused_with_a_way_out(two):
     for name in ("params", "engine", "model", "layout", "budget", "lock"):
         with pytest.raises(AttributeError, match=f"has no {name}: "):
@@ -301,6 +337,14 @@ def test_requests_of_a_killed_replica_run_again_and_the_others_go_on(one, caplog
         with pytest.raises(ReplicaLost):
             llm.stats()
     assert gone(pids)
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_lost_while_it_checks_a_call_costs_the_call_nothing(one):
+    """It has not even been noticed yet that it has ended."""
+    with LLM(data_parallel_size=2, **SMALL) as llm:
+        os.kill(llm.group.replicas[0].pid, signal.SIGKILL)
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == tokens(one.generate(PROMPTS, GREEDY))
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """A change that some replicas have made and others not ends the others; the rest of a group without processes."""
 
+import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -29,7 +31,7 @@ class FakeReplica(Replica):
 
     def __init__(self, number, count, options, environment):
         self.name, self.num_open = f"replica {number} of {count}", 0
-        self.outcome, self.loaded = None, Future()
+        self.outcome, self.loaded, self.calls = None, Future(), []
         if options.get("fails") == number:
             self.loaded.set_exception(ValueError("no such model"))
         else:
@@ -37,6 +39,9 @@ class FakeReplica(Replica):
         FakeReplica.made.append(self)
 
     def call(self, operation, arguments, **options):
+        if isinstance(self.outcome, ReplicaLost | KeyboardInterrupt):
+            raise self.outcome
+        self.calls.append(operation)
         result = Future()
         if isinstance(self.outcome, Exception):
             result.set_exception(self.outcome)
@@ -78,6 +83,48 @@ def test_a_replica_that_fails_where_others_do_not_is_ended_and_named(make, caplo
     assert group.settle(group.all("update_weights")) is None
     assert [replica.name for replica in group.live] == ["replica 0 of 3", "replica 2 of 3"]
     assert "replica 1 of 3 is ended, since a change failed there" in caplog.text
+
+
+def test_a_replica_that_is_lost_meanwhile_keeps_a_change_from_no_other(make):
+    group = make()
+    group.replicas[1].outcome = ReplicaLost("replica 1 of 3 has ended")
+    group.change("update_weights")
+    assert [replica.calls for replica in group.replicas] == [
+        ["update_weights"],
+        [],
+        ["update_weights"],
+    ]
+    for replica in group.replicas:
+        replica.outcome = ReplicaLost(f"{replica.name} has ended")
+    with pytest.raises(ReplicaLost):
+        group.change("update_weights")
+
+
+def test_an_interrupted_change_ends_the_replicas_that_it_has_not_reached(make):
+    group = make()
+    group.replicas[1].outcome = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        group.change("update_weights")
+    assert [replica.name for replica in group.live] == ["replica 0 of 3"]
+
+
+def test_two_changes_of_two_threads_reach_all_replicas_in_one_order(make, monkeypatch):
+    group, reached = make(), threading.Event()
+    first, second = group.replicas[:2]
+
+    def slow(operation, arguments, **options):
+        reached.set()
+        if operation == "update_weights":
+            time.sleep(0.3)
+        return FakeReplica.call(second, operation, arguments)
+
+    monkeypatch.setattr(second, "call", slow)
+    thread = threading.Thread(target=group.change, args=("update_weights",))
+    thread.start()
+    assert reached.wait(10)
+    group.change("load_lora")
+    thread.join()
+    assert first.calls == second.calls == ["update_weights", "load_lora"]
 
 
 def test_a_replica_that_cannot_load_the_model_ends_all(make):
