@@ -532,6 +532,8 @@ class Engine:
 
         Raises `error` if the device is broken or too many caches were lost.
         """
+        if self.speculation is not None:
+            self.speculation.cache_lost()
         self._recovery.replace(error)
         self._start_over()
 

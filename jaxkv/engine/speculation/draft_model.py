@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request_state import RUNNING, RequestState
 from jaxkv.engine.steps.step_plan import Part
@@ -78,9 +80,7 @@ class DraftModel:
     ) -> list[tuple[int, ...]]:
         """Computes what it lacks of these requests. It drafts nothing at once: the step sent next is followed."""
         self._drop_ended()
-        with_rows = [one for one in sequences if self._opened(one)]
-        if with_rows:
-            self._guarded(lambda: self._catch_up(with_rows))
+        self._guarded(lambda: self._catch_up([one for one in sequences if self._opened(one)]))
         return [()] * len(sequences)
 
     def follow(self, parts: Sequence[Part]) -> None:
@@ -88,6 +88,22 @@ class DraftModel:
         rows = [part for part in parts if part.sequence in self._rows]
         if rows:
             self._guarded(lambda: self._chain(rows))
+
+    def cache_lost(self) -> None:
+        """Drafts no more if a program of the smaller model has failed on the device.
+
+        Its drafts then were an error that the verifying model's cache took over, which would be lost again and again.
+        """
+        owner = self._runner.owner
+        if owner.poisoned:
+            return
+        try:
+            jax.block_until_ready(owner.handle().cache.arrays)
+        except jax.errors.JaxRuntimeError as error:
+            self._failures = _MOST_FAILURES + 1
+            _LOG.warning("the draft model failed on the device and drafts no more: %r", error)
+            self._forget()
+            owner.poison(f"the draft model failed on the device: {error}", cause=error)
 
     def release(self) -> None:
         """Gives back the memory of its cache; the next draft makes it again."""
@@ -181,7 +197,8 @@ class DraftModel:
                 len(rows),
                 sum(len(row.tokens) for row in rows),
                 features,
-                total_tokens=max(stop for _, _, stop in left),
+                # A chain may have reserved pages behind `stop`, and the tables hold all of them.
+                total_tokens=max(self._allocator.held(row.number).writable for _, row, _ in left),
                 fresh=all(row.start == 0 for row in rows),
             )
             self._sequence_runner.step(self._runner.fit(spec), rows)

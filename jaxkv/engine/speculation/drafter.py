@@ -31,6 +31,10 @@ class FollowingDrafter(Drafter, Protocol):
         """Drafts the tokens behind a step that verifies drafts, in the sampling group of the verifier's cache."""
         ...
 
+    def cache_lost(self) -> None:
+        """Notes that the verifier's cache was lost, perhaps by drafts that could not be computed."""
+        ...
+
     def release(self) -> None:
         """Gives the memory of its cache back; the next draft takes it again."""
         ...

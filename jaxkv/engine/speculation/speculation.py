@@ -147,6 +147,11 @@ class Speculation:
         if isinstance(self.drafter, FollowingDrafter):
             self.drafter.follow(parts)
 
+    def cache_lost(self) -> None:
+        """Tells a drafter with a model that the verifying model's cache was lost."""
+        if isinstance(self.drafter, FollowingDrafter):
+            self.drafter.cache_lost()
+
     def release(self) -> None:
         """Gives back the cache of a drafter with a model; the next draft takes the memory again."""
         if isinstance(self.drafter, FollowingDrafter):

@@ -4,12 +4,16 @@ import json
 import shutil
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, default_model
+from jaxkv.engine.request import Request
+from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.speculation.draft_model import DraftModel
+from jaxkv.errors import CachePoisoned, OutOfMemory
 from tests.engine.engines import engine_for
 from tests.one_layer import one_layer_model
 
@@ -136,6 +140,91 @@ def test_a_model_that_fails_costs_drafts_and_no_request(small, monkeypatch, capl
         assert [len(one.token_ids) for one in outputs] == [24] * 3
         assert "injected" in caplog.text
         assert drafter._failures > 0
+
+
+def test_no_memory_for_the_smaller_models_cache_costs_no_request(small, monkeypatch):
+    """After a sleep, for example, others may have taken it."""
+
+    def fail():
+        raise OutOfMemory("injected")
+
+    with drafting(small) as llm:
+        llm.sleep()
+        llm.wake_up()
+        drafter = llm.engine.speculation.drafter
+        monkeypatch.setattr(drafter._runner.owner, "rebuild", fail)
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
+        assert [len(one.token_ids) for one in outputs] == [24] * 3
+        assert drafter._failures > 0
+
+
+def test_a_model_that_fails_on_the_device_drafts_no_more(small, monkeypatch, caplog):
+    """The cache of the verifying model, which took its drafts over, is lost once, and not with each further draft."""
+    with drafting(small) as llm:
+        drafter, runner = llm.engine.speculation.drafter, llm.engine.runner
+        chain, read = drafter._chain, runner.read
+        error = jax.errors.JaxRuntimeError("injected on the device")
+        failed = []
+
+        def failing_chain(parts):
+            chain(parts)
+            failed.append(parts)
+
+        def failing_read(out):
+            if failed:
+                failed.clear()
+                runner.owner.poison("injected", cause=error)
+                raise error
+            return read(out)
+
+        def wait(_arrays):
+            raise error
+
+        monkeypatch.setattr(drafter, "_chain", failing_chain)
+        monkeypatch.setattr(runner, "read", failing_read)
+        monkeypatch.setattr(jax, "block_until_ready", wait)
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
+        assert [len(one.token_ids) for one in outputs] == [24] * 3
+        assert llm.engine.recoveries == 1
+        assert "drafts no more" in caplog.text
+        assert not drafter._rows
+
+
+def test_another_lost_cache_leaves_the_drafts_on(small):
+    with drafting(small) as llm:
+        llm.engine._recover(CachePoisoned("injected"))
+        llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
+        assert llm.engine.recoveries == 1
+        assert llm.engine.speculation.drafter._failures == 0
+        assert llm.stats().speculation.accepted[1] > 0
+
+
+def test_page_tables_hold_what_rejected_drafts_have_reserved(small, tmp_path):
+    """Behind a text of almost 512 tokens, the drafts need a longer table than the text alone."""
+    long = shutil.copytree(small, tmp_path / "long")
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    speculation = SpeculationConfig(model=long, tokens=4, adaptive=False)
+    engine = EngineConfig(token_budget=64, speculation=speculation)
+    cache = CacheConfig(max_sequences=2)
+
+    def request(prompt, most):
+        params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=1.0)
+        return Request(prompt=prompt, params=params, seed=most, stop_ids=())
+
+    with LLM(long, engine=engine, max_model_len=2048, cache=cache, progress=False) as llm:
+        drafter, row = llm.engine.speculation.drafter, DraftModel._row
+        assert drafter._shapes.lengths[0] == 512
+        # Drawn with other random numbers, most drafts are rejected.
+        drafter._row = lambda *given, **told: replace(row(*given, **told), seed=9)
+        [first] = llm.engine.add([request(tuple(range(50)) * 10, 20)])
+        while first.status != FINISHED:
+            llm.engine.step()
+            if first.generated and not llm.engine.scheduler.waiting:
+                # Its prompt comes between, so that the smaller model must catch up.
+                llm.engine.add([request((1, 2, 3), 2)])
+        assert first.error is None
+        assert drafter._failures == 0
 
 
 def test_drafts_with_other_random_numbers_are_right_less_often(small, monkeypatch):
