@@ -23,10 +23,17 @@ from jaxkv import (
     default_model,
 )
 from jaxkv.errors import BadCheckpoint
-from jaxkv.models.registry import build_model, expected_params, load_config, load_params
+from jaxkv.models.registry import (
+    build_model,
+    expected_params,
+    load_config,
+    load_params,
+    rules_for,
+)
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, over_devices, tensor_mesh
 from jaxkv.plan import explain_plan
 from jaxkv.runner.adapter_stacks import stack_bytes
+from jaxkv.weights.named_arrays import NamedWeights
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels.dispatch import Unsupported
 from tests.devices import needs_devices
@@ -272,6 +279,27 @@ def test_new_weights_under_a_checkpoints_names_are_divided(folder, tmp_path):
             found.append(told)
     assert found[0] == found[1]
     assert len(set(map(tuple, found[0]))) == 3
+
+
+def test_no_device_has_all_new_weights_under_a_checkpoints_names():
+    """Neither when they come from the host, nor while they are divided: one leaf at a time is whole."""
+    tensors = load_file(default_model.path() / "model.safetensors")
+    whole = build_model(load_config(default_model.path()))
+    model = TensorParallel(whole, tensor_mesh(4))
+    before = {id(array) for array in jax.live_arrays()}
+
+    def arrays():
+        yield from tensors.items()
+        new = [array for array in jax.live_arrays() if id(array) not in before]
+        assert all(len(array.devices()) == 4 for array in new)
+
+    types = model.param_shapes("float32")
+    rules = rules_for(whole.config)
+    named = NamedWeights(arrays(), whole, rules, types, "float32", divide=model.divide)
+    programs = named.compile()
+    size = sum(4 * tensor.size for tensor in tensors.values())
+    for program in (programs.make, programs.make_in_place):
+        assert program.memory_analysis().temp_size_in_bytes < size / 4
 
 
 def test_parts_in_memory_are_served_without_a_copy(folder, single):

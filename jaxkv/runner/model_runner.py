@@ -165,7 +165,7 @@ class ModelRunner:
             rules_for(decoder.config),
             self._param_types.tree,
             self._param_types.dtype,
-            divided=None if several is None else several.divided,
+            divide=None if several is None else several.divide,
         )
         if named.signature not in self._named_programs:
             if self.programs.is_closed:

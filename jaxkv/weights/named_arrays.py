@@ -45,6 +45,7 @@ class NamedArray:
 class _Leaf:
     """The sources of one leaf, and the steps from them to it; hashable, so that it is part of the program's key."""
 
+    target: str
     sources: tuple[str, ...]
     stored_shape: tuple[int, ...]
     dtype: np.dtype
@@ -62,7 +63,8 @@ class NamedWeights:
         params: types of the parameters; arrays are copied to their device if they are on another one, or divided among
             their devices.
         dtype: dtype name of the parameters.
-        divided: returns a tree of whole parameters divided among several devices; `None` for one device.
+        divide: returns a parameter divided among several devices, given its dotted path and all of it; `None` for one
+            device.
 
     Attributes:
         signature: names, shapes and dtypes of the arrays, for which `NamedPrograms` are compiled.
@@ -79,18 +81,19 @@ class NamedWeights:
         rules: RuleSet,
         params: PyTree[jax.ShapeDtypeStruct],
         dtype: str,
-        divided: Callable[[Any], Any] | None = None,
+        divide: Callable[[str, Any], Any] | None = None,
     ) -> None:
-        self._types, self._divided = jax.tree.leaves(params), divided
+        self._types, self._divide = jax.tree.leaves(params), divide
         device = self._types[0].sharding
         named: dict[str, NamedArray] = {}
         for name, array in arrays:
             if name in named:
                 raise BadCheckpoint(f"{_WHERE}: {name!r} comes twice")
-            named[name] = NamedArray(name, _as_jax(name, array))
+            named[name] = NamedArray(name, _as_jax(name, array, device))
         plans, self._structure = plan_leaves(named, model, rules, dtype, _WHERE)
         self._leaves = tuple(
             _Leaf(
+                plan.target,
                 tuple(source.name for source in plan.sources),
                 plan.stored_shape,
                 plan.dtype,
@@ -116,7 +119,7 @@ class NamedWeights:
             self._sources,
         )
         make_all = partial(_make_all, self._leaves, self._divide)
-        places = [kind.sharding for kind in self._types] if self._divided is not None else None
+        places = [kind.sharding for kind in self._types] if self._divide is not None else None
         make = jax.jit(partial(_make, make_all), out_shardings=places)
         make_in_place = jax.jit(
             partial(_make_in_place, make_all), donate_argnums=0, out_shardings=places
@@ -124,11 +127,6 @@ class NamedWeights:
         return NamedPrograms(
             make.lower(sources).compile(), make_in_place.lower(self._types, sources).compile()
         )
-
-    def _divide(self, leaves: list[Array]) -> list[Array]:
-        if self._divided is None:
-            return leaves
-        return jax.tree.leaves(self._divided(self._structure.unflatten(leaves)))
 
     def params(
         self, programs: "NamedPrograms", donated: PyTree[jax.Array] | None = None
@@ -160,8 +158,11 @@ class NamedPrograms(NamedTuple):
     make_in_place: Callable[..., Any]
 
 
-def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any library
-    """Returns an array of floating-point numbers as one of JAX, without a copy if both are on one device."""
+def _as_jax(name: str, array: Any, device: Sharding | None) -> jax.Array:  # noqa: ANN401 - of any library
+    """Returns an array of floating-point numbers as one of JAX, without a copy if both are on one device.
+
+    One of NumPy goes from the host to each device, since all of them together may not fit into one.
+    """
     if not isinstance(array, jax.Array | np.ndarray):
         if not hasattr(array, "__dlpack__"):
             raise BadCheckpoint(
@@ -177,10 +178,12 @@ def _as_jax(name: str, array: Any) -> jax.Array:  # noqa: ANN401 - of any librar
         raise BadCheckpoint(
             f"{_WHERE}: {name!r} has dtype {array.dtype}, wanted floating-point numbers"
         )
+    if isinstance(array, np.ndarray):
+        return jax.device_put(array, _place(array, device))
     return jnp.asarray(array)
 
 
-def _place(array: jax.Array, device: Sharding | None) -> Sharding | None:
+def _place(array: jax.Array | np.ndarray, device: Sharding | None) -> Sharding | None:
     """Returns where an array of a checkpoint is put: of several devices, each has some of its rows."""
     if not isinstance(device, NamedSharding) or device.mesh.size == 1:
         return device
@@ -190,10 +193,19 @@ def _place(array: jax.Array, device: Sharding | None) -> Sharding | None:
 
 def _make_all(
     leaves: tuple[_Leaf, ...],
-    divide: Callable[[list[Array]], list[Array]],
+    divide: Callable[[str, Array], Array] | None,
     sources: Mapping[str, Array],
 ) -> list[Array]:
-    return divide([_assembled(leaf, sources) for leaf in leaves])
+    if divide is None:
+        return [_assembled(leaf, sources) for leaf in leaves]
+    made: list[Array] = []
+    for leaf in leaves:
+        own = {name: sources[name] for name in leaf.sources}
+        if made:
+            # One after the other: while a leaf is divided, each device has all of it, and not of others.
+            own, made[-1] = lax.optimization_barrier((own, made[-1]))
+        made.append(divide(leaf.target, _assembled(leaf, own)))
+    return made
 
 
 def _make(
