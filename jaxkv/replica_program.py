@@ -239,7 +239,7 @@ async def _serve(channel: Channel, options: Mapping[str, Any]) -> None:
     def read() -> None:
         while (message := channel.receive()) is not None:
             loop.call_soon_threadsafe(arrived.put_nowait, message)
-        # Nobody waits for what still runs, also if the model is still being loaded.
+        # No caller waits for what still runs, also if the model is still being loaded.
         _end(0)
 
     threading.Thread(target=read, name="jaxkv-front", daemon=True).start()

@@ -144,7 +144,7 @@ class Replica:
             self._reader.join()
 
     def _cancel(self, number: int) -> None:
-        """Tells the replica that nobody waits for a call."""
+        """Tells the replica that no caller waits for a call."""
         if self._taken(number) is not None:
             with suppress(OSError):
                 self._channel.send("cancel", number)

@@ -5,7 +5,7 @@ and books. The narrow waist is the model runner, whose calls take a spec and pac
 a call, it sends it to each follower over a TCP connection, some kilobytes per step. A collective of JAX would do it
 too, but it runs on the devices, in the queue of the steps, and takes arrays whose shapes both ends know already.
 
-A call that fails on one host leaves the others inside a collective that never ends. So whoever fails, or loses the
+A call that fails on one host leaves the others inside a collective that never ends. So a host that fails, or loses the
 other end of its connection, ends: with an error where Python can raise one, and otherwise by ending its process.
 """
 

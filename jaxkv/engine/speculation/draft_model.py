@@ -47,7 +47,7 @@ class _DraftRow:
 
 
 class DraftModel:
-    """Drafts with a smaller model. Prompts are computed when a request first drafts, and whatever it lacks later.
+    """Drafts with a smaller model. Prompts are computed when a request first drafts, and later what it lacks.
 
     After each step that verifies drafts it computes the next ones, from the texts that the verifying model's cache
     keeps on the device. Its errors cost drafts, and no request.
