@@ -72,6 +72,11 @@ _ELSEWHERE = {
     "layout": "every replica has a cache of its own; replica_stats() tells of them",
     "budget": "every replica has a cache of its own; replica_stats() tells of them",
     "lock": "replicas serve several threads at once",
+    "requests": "requests are made in the processes of the replicas; call generate, or AsyncLLM.stream",
+    "rollout_requests": "requests are made in the processes of the replicas; call rollout",
+    "replay": "requests are made in the processes of the replicas; call score with outputs",
+    "whole_texts": "texts are scored in the processes of the replicas; call score",
+    "follow": "replicas are processes of one host; start an LLM with data_parallel_size=1 on several hosts",
 }
 """Attributes of `LLM` that replicas do not have -> the way out."""
 
