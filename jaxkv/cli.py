@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jaxkv import __version__
 from jaxkv.bench.command import add_bench
 from jaxkv.config.cache import CacheConfig
+from jaxkv.config.lora import LoraConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import (
@@ -26,8 +27,9 @@ from jaxkv.options import (
     with_command_options,
     with_hyphens,
 )
-from jaxkv.serve.command import add_serve
+from jaxkv.serve.command import add_program_options, add_serve, engine_of, lora_fields
 from jaxkv.serve.inspect import add_inspect
+from jaxkv.serve.warm_samplings import WARM_SAMPLINGS, warm_up_served
 from jaxkv.terminal import Screen
 
 # Slow modules are imported inside the commands, so that --help and error messages appear at once.
@@ -80,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     add_serving_options(plan, max_sequences=CacheConfig.max_sequences)
     add_processor_option(plan)
     plan.set_defaults(run=_plan)
+    compile_ = commands.add_parser(
+        "compile",
+        help="write the compiled programs of a model and its options into a folder to ship",
+    )
+    compile_.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="the new folder, not there yet"
+    )
+    add_serving_options(compile_, max_sequences=CacheConfig.max_sequences)
+    add_program_options(compile_, without="as many requests and tokens as there is room for")
+    compile_.set_defaults(run=_compile)
     convert = commands.add_parser("convert", help="write a checkpoint with weights in 8 or 4 bits")
     add_convert_options(convert)
     convert.set_defaults(run=_convert)
@@ -242,6 +254,46 @@ def _plan(options: argparse.Namespace, screen: Screen) -> int:
             tensor_parallel_size=options.tensor_parallel_size,
             logits_processors=processor_functions(processor_places(options)),
         )
+    )
+    return 0
+
+
+def _compile(options: argparse.Namespace, screen: Screen) -> int:
+    output = Path(options.output)
+    if output.exists() or not output.absolute().parent.is_dir():
+        raise ValueError(f"--output must be a new folder in one that exists, got {output}")
+    cache, engine, lora = cache_of(options), engine_of(options), lora_fields(options)
+    screen.status("starting")
+    import jax
+
+    from jaxkv.llm import LLM
+
+    # A program that was loaded from a store may not be one that can be stored again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    screen.status("")
+    llm = LLM(
+        options.model,
+        revision=options.revision,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        cache=cache,
+        engine=engine,
+        implementation=options.implementation,
+        ignore_config_keys=options.ignore_config_keys,
+        load_format=options.load_format,
+        quantization=options.quantization,
+        lora=None if lora is None else LoraConfig(**lora),
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
+    for name, folder in options.lora_modules:
+        llm.add_lora(name, folder)
+    largest = cache.max_sequences, llm.max_model_len - 1, tuple(WARM_SAMPLINGS)
+    with _compiling_shown(llm, screen):
+        warm_up_served(llm, options.warm_up or [largest])
+    count = llm.save_programs(output)
+    total = sum(file.stat().st_size for file in output.iterdir())
+    print(
+        f"{count} programs in {output}, {total:,} bytes; jaxkv serve --programs {output} loads them"
     )
     return 0
 

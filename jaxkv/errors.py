@@ -55,6 +55,10 @@ class ProgramRefused(RuntimeError):
     """A compiled program failed its audit, or strict mode needs a program that was not compiled in the warm-up."""
 
 
+class BadBundle(ValueError):
+    """A bundle of compiled programs is damaged, or was made for something else; the message has the differences."""
+
+
 STEP_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
 """Errors of one step, or of one request in it, after which the cache and the process remain usable.
 

@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -26,6 +27,13 @@ from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
 from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.config.vllm_names import unknown_attribute
 from jaxkv.draft_loading import drafter_of, load_draft_model
+from jaxkv.engine.bundled_programs import (
+    budget_of,
+    load_bundled,
+    plan_facts,
+    refuse_unbundled,
+    save_bundle,
+)
 from jaxkv.engine.drive import check_compiled, output_of, serve_all, serve_stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock, refuse_forked_user
@@ -72,6 +80,7 @@ from jaxkv.plan import (
     resolve_length,
     tokens_ahead,
 )
+from jaxkv.programs.bundle import Bundle
 from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.replicas.devices import replica_count
@@ -203,6 +212,7 @@ def _replicas_of(
     lora: LoraConfig | bool | None = None,
     speculation: SpeculationConfig | None = None,
     tensor_parallel_size: int = 1,
+    programs: str | Path | None = None,
     **options: object,
 ) -> ReplicatedLLM:
     """Returns replicas behind one front, given the arguments of `LLM`."""
@@ -228,6 +238,7 @@ def _replicas_of(
         ignore_config_keys=list(ignore_config_keys),
         quantization=quantization,
         tensor_parallel_size=as_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16),
+        programs=None if programs is None else str(programs),
     )
 
 
@@ -273,6 +284,9 @@ class LLM:
             too.
         tensor_parallel_size: number of devices that compute the model together, each a part of every layer, see
             `TensorParallel`.
+        programs: folder of compiled programs that `jaxkv compile` or `save_programs` made, for the same options on the
+            same kind of device. All of them are loaded, and none is traced or compiled; loading them runs what the
+            folder holds. The cache has the size that they were compiled for, unless `cache` has one.
         data_parallel_size: number of replicas of the model, each in a process and on devices of its own, behind this
             one front: `LLM(data_parallel_size=2)` is a `ReplicatedLLM`, which has the methods of this class.
         options: fields of `cache`, `engine` and `lora` under vLLM's names, such as `max_num_seqs`;
@@ -283,6 +297,7 @@ class LLM:
             weights and cache need more memory than the device has, or a logits processor cannot run on the device.
         OutOfMemory: memory ran out all the same while the weights were loaded or the cache was made.
         Unsupported: the `implementation` asked for cannot run this model here; a `ValueError` with every reason.
+        BadBundle: the `programs` are damaged, or were compiled for something else; a `ValueError` with the differences.
         UnknownConfig, BadCheckpoint: the directory holds something that is not understood, or damaged; or there is no
             model of this name.
         OSError: the hub cannot be reached and its cache has not this model, or the disk is full.
@@ -308,6 +323,7 @@ class LLM:
         lora: LoraConfig | bool | None = None,
         speculation: SpeculationConfig | None = None,
         tensor_parallel_size: int = 1,
+        programs: str | Path | None = None,
         data_parallel_size: int = 1,
         **options: object,
     ) -> None:
@@ -318,6 +334,7 @@ class LLM:
         room = lora_of(lora, options)
         _check_options(model, revision, load_format, strict=strict, progress=progress)
         self._draw_seed = _seed_source(seed)
+        bundle = None if programs is None else Bundle(programs)
         directory = resolve_model(model, revision, progress=progress)
         config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
@@ -349,10 +366,17 @@ class LLM:
         self.eos_ids = _end_ids(directory, config, tokenizer)
         self.max_model_len = max_model_len
         self._progress = progress
-        programs = Programs(strict=strict)
-        whole_or_divided = divided or decoder
         self._allocate(
-            whole_or_divided, load, weights, dtype, cache, engine, programs, logits_processors, room
+            divided or decoder,
+            load,
+            weights,
+            dtype,
+            cache,
+            engine,
+            Programs(strict=strict),
+            logits_processors,
+            room,
+            bundle,
         )
 
     # Hidden from type checkers, for which an `LLM` is an `LLM`.
@@ -468,6 +492,7 @@ class LLM:
         programs: Programs,
         logits_processors: Mapping[str, LogitsProcessor] | None,
         lora: LoraConfig | None,
+        bundle: Bundle | None = None,
     ) -> None:
         """Plans the memory, loads the parameters, and makes the cache and the engine.
 
@@ -483,12 +508,15 @@ class LLM:
             programs: the compiled programs.
             logits_processors: name -> function.
             lora: room for adapters; `None` for none.
+            bundle: programs to load; `None` for none.
         """
         self.model: Model = model_for(model, cache, engine)
         model = self.model
         processors = register_processors(
             logits_processors, vocab_size=model.vocab_size, max_tokens=self.max_model_len
         )
+        if bundle is not None:
+            refuse_unbundled(model, processors, engine)
         self.grammars = Grammars(self.tokenizer, self.eos_ids, model.vocab_size)
         # Parameters that take memory here are nobody else's.
         owned = weights > 0
@@ -517,6 +545,19 @@ class LLM:
             processor_words=processors.num_words,
             speculation=engine.speculation,
         )
+        if bundle is not None and cache.budget_bytes is None:
+            self.budget = budget_of(bundle, self.budget)
+        self._facts = partial(
+            plan_facts,
+            model,
+            self.budget,
+            cache,
+            engine,
+            max_model_len=self.max_model_len,
+            lora=lora,
+        )
+        if bundle is not None:
+            bundle.refuse_unless(self._facts())
         check_room(weights, self.budget.bytes)
         runner = ModelRunner(
             model,
@@ -539,6 +580,8 @@ class LLM:
             host_bytes=cache.host_bytes,
             drafter=drafter_of(smaller, sequence_runner, engine),
         )
+        if bundle is not None:
+            load_bundled(bundle, runner)
         self.lock = EngineLock()
         if isinstance(hosts, Follower):
             self.lock.close(_FOLLOWS)
@@ -804,6 +847,25 @@ class LLM:
             return compile_all(
                 self.engine.runner, needed, progress=self._progress and sys.stderr.isatty()
             )
+
+    def save_programs(self, path: str | Path) -> int:
+        """Writes all programs that are compiled, such as those of `warm_up`, into a folder for `LLM(programs=...)`.
+
+        Args:
+            path: the new folder.
+
+        Returns:
+            The number of programs.
+
+        Raises:
+            BadBundle: a program is of a kind that a folder cannot hold, or cannot be serialised on this device.
+            FileExistsError: there is a file or folder at `path`.
+            OSError: the folder cannot be written.
+        """
+        with self.lock.held():
+            runner = self.engine.runner
+            refuse_unbundled(self.model, runner.processors, self.engine.config)
+            return save_bundle(Path(path), self._facts(), self.budget, runner)
 
     def stats(self) -> Stats:
         """Returns the implementation and its reasons, the use of the cache, and counts of requests and programs."""

@@ -61,7 +61,7 @@ def name_traced(
     leaves, tree = jax.tree.flatten(specs)
     digest = hashlib.sha256()
     for part in (
-        _environment(device),
+        sorted(environment(device).items()),
         sorted(options.items()),
         tree,
         [(spec.shape, str(spec.dtype), str(spec.sharding)) for spec in leaves],
@@ -98,8 +98,8 @@ def _constants(jaxpr: Jaxpr, own: Any, seen: set[int]) -> Iterator[Any]:  # noqa
                 yield from _constants(inner, consts, seen)
 
 
-def _environment(device: Device) -> list[object]:
-    """Returns the versions, devices, settings and environment variables that compilation depends on."""
+def environment(device: Device) -> dict[str, Any]:
+    """Returns by name the versions, hardware, settings and environment variables that compilation depends on."""
     settings = {
         name: str(getattr(jax.config, name, jax.config.values[name]))
         for name in sorted(jax.config.values)
@@ -108,8 +108,17 @@ def _environment(device: Device) -> list[object]:
     variables = {
         name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)
     }
-    versions = (jax.__version__, jaxlib.__version__, device.client.platform_version)
-    return [versions, device.device_kind, _host_processor(), _kernel_sources(), settings, variables]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": device.client.platform_version,
+        "device": device.device_kind,
+        "compute_capability": getattr(device, "compute_capability", None),
+        "host_processor": _host_processor(),
+        "kernel_sources": _kernel_sources(),
+        "settings": settings,
+        "variables": variables,
+    }
 
 
 def kernel_files(folder: Path = _KERNELS) -> list[Path]:

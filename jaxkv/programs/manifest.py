@@ -153,6 +153,15 @@ class Programs:
                 raise
         return [self._programs[spec] for spec in builds]
 
+    def add(self, built: Mapping[ProgramSpec, Built]) -> None:
+        """Adds programs that are built already.
+
+        Raises:
+            ProgramRefused: one has failed its audit; none of those after it is added.
+        """
+        for spec, one in built.items():
+            self._programs[spec] = _program(spec, one, audited=self.audit)
+
     def _collect(self, started: Mapping[ProgramSpec, Future[Built]]) -> None:
         """Adds every program that compiled to the manifest, then raises the first error of the others."""
         failure: BaseException | None = None

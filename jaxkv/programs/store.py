@@ -33,6 +33,15 @@ _ENDING = ".program"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SIZE_BYTES = 8
 
+Structure = Any
+"""Structure of a pytree, `jax.tree_util.PyTreeDef`, which static checkers do not know as a type."""
+
+UNREADABLE = (jax.errors.JaxRuntimeError, ValueError, TypeError, KeyError, OSError)
+"""Errors of loading a program whose file is damaged, or which this device cannot load."""
+
+UNSERIALISABLE = (NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
+"""Errors of serialising a program that its backend cannot serialise."""
+
 
 @dataclass(frozen=True)
 class StoredProgram:
@@ -74,25 +83,39 @@ class ProgramFile:
             traced: the program's trace, which has the pytrees of its arguments and results.
         """
         try:
-            content = self.path.read_bytes()
             os.utime(self.path)
-            digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-            if hashlib.sha256(body).digest() != digest:
-                return self._delete_broken("it is damaged")
-            size = int.from_bytes(body[:_SIZE_BYTES], "little")
-            head, payload = body[_SIZE_BYTES:][:size], body[_SIZE_BYTES + size :]
-            report = _report_of(json.loads(head))
-            compiled = serialize_executable.deserialize_and_load(
-                payload,
-                jax.tree.structure(traced.args_info),
-                traced.out_tree,
-                backend=self.device.client,
-                execution_devices=[self.device],
-            )
+            return self.read(jax.tree.structure(traced.args_info), traced.out_tree)
         except FileNotFoundError:
             return None
-        except (jax.errors.JaxRuntimeError, ValueError, TypeError, KeyError, OSError) as error:
-            return self._delete_broken(str(error))
+        except UNREADABLE as error:
+            self._delete_broken(str(error))
+            return None
+
+    def read(self, arguments: Structure, results: Structure) -> StoredProgram:
+        """Returns the program.
+
+        Args:
+            arguments: structure of its positional arguments and keywords.
+            results: structure of what it returns.
+
+        Raises:
+            OSError: there is no such file, or it cannot be read.
+            UNREADABLE: it is damaged, or this device cannot load it.
+        """
+        content = self.path.read_bytes()
+        digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != digest:
+            raise ValueError("it is damaged")
+        size = int.from_bytes(body[:_SIZE_BYTES], "little")
+        head, payload = body[_SIZE_BYTES:][:size], body[_SIZE_BYTES + size :]
+        report = _report_of(json.loads(head))
+        compiled = serialize_executable.deserialize_and_load(
+            payload,
+            arguments,
+            results,
+            backend=self.device.client,
+            execution_devices=[self.device],
+        )
         return StoredProgram(compiled, report)
 
     def save(self, stored: StoredProgram) -> None:
@@ -100,18 +123,25 @@ class ProgramFile:
         if stored.report.problems:
             return
         try:
-            payload, *_ = serialize_executable.serialize(stored.compiled)
-        except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
-            _LOG.debug("a compiled program cannot be serialised: %s", error)
-            return
-        head = json.dumps(asdict(stored.report)).encode()
-        body = len(head).to_bytes(_SIZE_BYTES, "little") + head + payload
-        try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            with atomic_write(self.path) as unfinished:
-                unfinished.write_bytes(hashlib.sha256(body).digest() + body)
+            self.write(stored)
+        except UNSERIALISABLE as error:
+            _LOG.debug("a compiled program cannot be serialised: %s", error)
         except OSError as error:
             _LOG.warning("the compiled program %s cannot be written: %s", self.path, error)
+
+    def write(self, stored: StoredProgram) -> None:
+        """Writes the program into its folder, which there must be.
+
+        Raises:
+            UNSERIALISABLE: the backend cannot serialise it.
+            OSError: the file cannot be written.
+        """
+        payload, *_ = serialize_executable.serialize(stored.compiled)
+        head = json.dumps(asdict(stored.report)).encode()
+        body = len(head).to_bytes(_SIZE_BYTES, "little") + head + payload
+        with atomic_write(self.path) as unfinished:
+            unfinished.write_bytes(hashlib.sha256(body).digest() + body)
 
     def _delete_broken(self, reason: str) -> None:
         _LOG.warning(

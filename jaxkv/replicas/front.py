@@ -76,6 +76,7 @@ _ELSEWHERE = {
     "rollout_requests": "requests are made in the processes of the replicas; call rollout",
     "replay": "requests are made in the processes of the replicas; call score with outputs",
     "whole_texts": "texts are scored in the processes of the replicas; call score",
+    "save_programs": "jaxkv compile, or an LLM with data_parallel_size=1, makes programs that all replicas can load",
     "follow": "replicas are processes of one host; start an LLM with data_parallel_size=1 on several hosts",
 }
 """Attributes of `LLM` that replicas do not have -> the way out."""

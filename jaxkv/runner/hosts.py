@@ -50,7 +50,10 @@ _POLL_SECONDS = 0.5
 _WORD_SECONDS = 1.0
 _LEADER_LOST = "process 0 has ended without a word; an engine needs all of its processes"
 
-VALUES = Values((StepSpec, SampleSpec, ScoreSpec, CopySpec, AdmitSpec, Features, NgramLookup))
+SPECS = (StepSpec, SampleSpec, ScoreSpec, CopySpec, AdmitSpec, Features, NgramLookup)
+"""Specs that followers are told of, and what these hold."""
+
+VALUES = Values(SPECS)
 """Writes and reads what followers are told."""
 
 

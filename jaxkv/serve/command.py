@@ -64,7 +64,6 @@ def add_serve[P: argparse.ArgumentParser](commands: "argparse._SubParsersAction[
     _add_address_options(serve)
     _add_engine_options(serve)
     _add_host_options(serve)
-    _add_lora_options(serve)
     _add_parser_options(serve)
     _add_limits(serve)
     serve.set_defaults(run=_serve)
@@ -103,7 +102,15 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_program_options(parser: argparse.ArgumentParser, *, without: str) -> None:
+    """Adds the options on which it depends what is compiled, besides those of `add_serving_options`.
+
+    `engine_of` and `lora_fields` read them; `jaxkv compile` has them too.
+
+    Args:
+        parser: the parser of the command.
+        without: what happens without `--warm-up`, for the help text.
+    """
     parser.add_argument(
         "--token-budget",
         "--max-num-batched-tokens",
@@ -118,6 +125,29 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dummy draws random weights, for measurements (default: %(default)s)",
     )
+    add_speculation_options(parser)
+    parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
+    _add_lora_options(parser)
+    parser.add_argument(
+        "--warm-up",
+        type=_warm_up,
+        action="append",
+        default=[],
+        metavar="BATCH:TOKENS[:SAMPLING]",
+        help="compile for so many requests at once with prompts of up to so many tokens; SAMPLING is some of greedy, "
+        "drawn and filtered, joined by +, and all three if left out. May be given several times (default: "
+        f"{without})",
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add_program_options(parser, without="programs are compiled when they are first needed")
+    parser.add_argument(
+        "--programs",
+        metavar="FOLDER",
+        help="compiled programs that jaxkv compile made with the same options; loading them runs what the folder holds "
+        "(default: none)",
+    )
     parser.add_argument(
         "--data-parallel-size",
         type=size,
@@ -127,24 +157,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "has cached its prefix, unless another has much less to do (default: %(default)s)",
     )
     add_processor_option(parser)
-    add_speculation_options(parser)
     parser.add_argument(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
         help="where requests that give no temperature, top_p, top_k, min_p or repetition_penalty take them from: the "
         "model's generation_config.json, or nowhere (default: %(default)s)",
-    )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="share no cached prefixes")
-    parser.add_argument(
-        "--warm-up",
-        type=_warm_up,
-        action="append",
-        default=[],
-        metavar="BATCH:TOKENS[:SAMPLING]",
-        help="before the start, compile for so many requests at once with prompts of up to so many tokens; SAMPLING "
-        "is some of greedy, drawn and filtered, joined by +, and all three if left out. May be given several times "
-        "(default: programs are compiled when they are first needed)",
     )
 
 
@@ -457,11 +475,6 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
     """
     from jaxkv.serve.wire import Start
 
-    engine = EngineConfig(
-        token_budget=options.token_budget,
-        prefix_cache=not options.no_prefix_cache,
-        speculation=speculation_of_options(options),
-    )
     return Start(
         model=options.model,
         revision=options.revision,
@@ -473,11 +486,12 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         quantization=options.quantization,
         tensor_parallel_size=options.tensor_parallel_size,
         cache=_changed(cache_of(options)),
-        engine=_changed(engine),
+        engine=_changed(engine_of(options)),
         logits_processors=processor_places(options),
-        lora=_lora(options),
+        lora=lora_fields(options),
         lora_modules=dict(options.lora_modules),
         warm_up=tuple(options.warm_up),
+        programs=options.programs,
         hang_seconds=options.hang_seconds,
         busy_seconds=options.busy_seconds,
         hosts=_hosts(options),
@@ -485,8 +499,21 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
     )
 
 
-def _lora(options: argparse.Namespace) -> dict[str, int] | None:
-    """Returns the fields of the server's `LoraConfig`; `None` without adapters.
+def engine_of(options: argparse.Namespace) -> EngineConfig:
+    """Returns the options of the engine that those of `add_program_options` describe.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    return EngineConfig(
+        token_budget=options.token_budget,
+        prefix_cache=not options.no_prefix_cache,
+        speculation=speculation_of_options(options),
+    )
+
+
+def lora_fields(options: argparse.Namespace) -> dict[str, int] | None:
+    """Returns the fields of the `LoraConfig` that those of `add_program_options` describe; `None` without adapters.
 
     Raises:
         ValueError: two adapters have the same name, or there are too many.

@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import product
+from dataclasses import asdict
 from types import MappingProxyType
 
 import jax
@@ -46,7 +45,7 @@ from jaxkv.runner.hosts import Leader
 from jaxkv.serve import exit_codes
 from jaxkv.serve.inbox import Inbox
 from jaxkv.serve.served_sample import ServedSample, take_news
-from jaxkv.serve.warm_samplings import WARM_SAMPLINGS
+from jaxkv.serve.warm_samplings import warm_up_served
 from jaxkv.serve.wire import (
     Abort,
     Alive,
@@ -389,6 +388,7 @@ def _load(start: Start) -> LLM:
         engine=EngineConfig(**start.engine),
         logits_processors=processor_functions(start.logits_processors),
         lora=None if start.lora is None else LoraConfig(**start.lora),
+        programs=start.programs,
     )
     if _follows(start):
         return llm
@@ -421,27 +421,9 @@ def _follow(llm: LLM, inbox: Inbox) -> int:
 
 
 def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
-    """Compiles the programs of `Start.warm_up` and runs each; with and without logits processors and adapters."""
-    # One program serves all processors.
-    names = [one.name for one in llm.engine.runner.processors.processors]
-    calls = [{}, {names[0]: {}}] if names else [{}]
-    # One program serves all adapters, too.
-    adapters = [None, *list(llm.list_loras())[:1]]
-    for batch, prompt_tokens, samplings in sizes:
-        most = max(1, llm.max_model_len - prompt_tokens)
-        for sampling, processors, adapter in product(samplings, calls, adapters):
-            llm.warm_up(
-                batch=batch,
-                prompt_tokens=prompt_tokens,
-                sampling=replace(
-                    WARM_SAMPLINGS[sampling],
-                    max_tokens=most,
-                    logits_processors=processors,
-                    lora=adapter,
-                ),
-            )
-    if sizes:
-        programs = llm.engine.runner.programs.manifest()
+    """Compiles the programs of `Start.warm_up`, and runs each program that is compiled."""
+    warm_up_served(llm, sizes)
+    if programs := llm.engine.runner.programs.manifest():
         with llm.lock.held():
             run_steps(llm.engine, [program.spec for program in programs])
 

@@ -1,7 +1,10 @@
-"""`WARM_SAMPLINGS`: the kinds of sampling that `jaxkv serve --warm-up` compiles programs for."""
+"""`warm_up_served`: compiles what requests of a server need; `WARM_SAMPLINGS`: the kinds of sampling that it knows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 from jaxkv.config.sampling import SamplingParams
 
@@ -13,3 +16,30 @@ WARM_SAMPLINGS: Mapping[str, SamplingParams] = MappingProxyType(
     }
 )
 """Name -> example of requests that need programs of their own: greedy ones, those that draw, those with filters."""
+
+
+def warm_up_served(llm: Any, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:  # noqa: ANN401 - this file imports no JAX
+    """Compiles the programs for requests of some sizes, with and without logits processors and adapters.
+
+    Args:
+        llm: the `LLM`, with all adapters loaded.
+        sizes: (requests at once, tokens of a prompt, names of `WARM_SAMPLINGS`).
+    """
+    # One program serves all processors.
+    names = [one.name for one in llm.engine.runner.processors.processors]
+    calls = [{}, {names[0]: {}}] if names else [{}]
+    # One program serves all adapters, too.
+    adapters = [None, *list(llm.list_loras())[:1]]
+    for batch, prompt_tokens, samplings in sizes:
+        most = max(1, llm.max_model_len - prompt_tokens)
+        for sampling, processors, adapter in product(samplings, calls, adapters):
+            llm.warm_up(
+                batch=batch,
+                prompt_tokens=prompt_tokens,
+                sampling=replace(
+                    WARM_SAMPLINGS[sampling],
+                    max_tokens=most,
+                    logits_processors=processors,
+                    lora=adapter,
+                ),
+            )

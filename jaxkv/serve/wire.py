@@ -52,6 +52,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
         lora_modules: name -> folder of each adapter.
         warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
             `Ready`; see `jaxkv.serve.warm_samplings`.
+        programs: folder of compiled programs to load, see `jaxkv.LLM`; `None` for none.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
         busy_seconds: see `jaxkv.serve.inbox.Inbox`.
         hosts: how this process joins the others of its engine; `None` for an engine of one process.
@@ -73,6 +74,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     lora: dict[str, Any] | None = None
     lora_modules: dict[str, str] = {}
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
+    programs: str | None = None
     hang_seconds: float = 30.0
     busy_seconds: float = 0.0
     hosts: Hosts | None = None

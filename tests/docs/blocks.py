@@ -117,9 +117,10 @@ def run_python(block, names, replaced):
 def run_command(words, directory, more=()):
     """Runs a command of a page, or checks that it exists where running it would run the tests again.
 
-    `directory` is the model of commands that name one, and OUT a new directory beside it.
+    `directory` is the model of commands that name one, and OUT and PROGRAMS new directories beside it.
     """
-    places = {"DIR": directory, ON_THE_HUB: directory, "OUT": Path(f"{directory}-out")}
+    new = {name: Path(f"{directory}-{name.lower()}") for name in ("OUT", "PROGRAMS")}
+    places = {"DIR": directory, ON_THE_HUB: directory, **new}
     words = [str(places.get(word, word)) for word in words]
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

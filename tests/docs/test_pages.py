@@ -40,6 +40,7 @@ MORE_OPTIONS = {
     "docs/how-to/command-line.md": {
         "generate": "--max-model-len 64 --max-tokens 4",
         "chat": "--max-model-len 64 --max-tokens 4",
+        "compile": "--token-budget 64",
         "bench": "--requests 3 --prompt-tokens 8:15 --output-tokens 2:4 --prefix-tokens 4 "
         "--max-sequences 1 --token-budget 16 --cache-bytes 32MB",
     }
@@ -146,6 +147,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
         one_layer_model(directory)
         monkeypatch.setattr(default_model, "path", lambda: directory)
     models = dict.fromkeys(('"path/to/hf_dir"', f'"{ON_THE_HUB}"'), repr(str(directory)))
+    models['"path/to/programs"'] = repr(f"{directory}-programs")
     replaced = models | SMALLER.get(name, {})
     for shown in SMALLER.get(name, {}):
         assert shown in page.read_text(), shown

@@ -150,7 +150,7 @@ def test_drafts_reach_the_engine_process():
 def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     given = ["--max-sequences", "4", "--token-budget", "64", "--dtype", "bf16"]
     given += ["--warm-up", "8:1k", "--warm-up", "2:16:drawn+greedy"]
-    given += ["--logits-processor", "a.b:f", "--logits-processor=g=a.b:f"]
+    given += ["--logits-processor", "a.b:f", "--logits-processor=g=a.b:f", "--programs", "bundle"]
     start = command._start(command_options(given))
     assert start.logits_processors == {"f": "a.b:f", "g": "a.b:f"}
     assert start.cache == {"max_sequences": 4}
@@ -158,6 +158,7 @@ def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     every = ("greedy", "drawn", "filtered")
     assert start.warm_up == ((8, 1024, every), (2, 16, ("drawn", "greedy")))
     assert start.dtype == "bf16"
+    assert start.programs == "bundle"
     assert start.busy_seconds == 0
     assert command._start(command_options(["--busy-seconds", "0.5"])).busy_seconds == 0.5
     assert start.sampling_defaults

@@ -168,14 +168,17 @@ def test_sampling_defaults_are_those_of_the_model_s_file_if_wanted(tmp_path, wan
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
-def test_a_model_that_does_not_load_is_refused_with_its_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("option", "reason"), [("model", "config.json"), ("programs", "holds no bundle of programs")]
+)
+def test_what_does_not_load_is_refused_with_its_reason(tmp_path, option, reason):
     async def test():
-        process = EngineProcess(Start(model=str(tmp_path)))
+        process = EngineProcess(Start(**{option: str(tmp_path)}))
         process.client.start()
         with pytest.raises(EngineLost):
             await process.client.ready()
         assert process.client.exit_code == exit_codes.REFUSED
-        assert "config.json" in process.client.last_words
+        assert reason in process.client.last_words
         assert await process.end() == exit_codes.REFUSED
 
     asyncio.run(asyncio.wait_for(test(), 120))

@@ -1,0 +1,156 @@
+"""Bundles of compiled programs: refused with the difference, never loaded if damaged or if others can write to them."""
+
+import json
+import os
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.config.cache import CacheConfig
+from jaxkv.errors import BadBundle
+from jaxkv.links.values import Values
+from jaxkv.programs.bundle import Bundle, facts_of, write_bundle
+from jaxkv.programs.manifest import Lowering, Programs
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.sampling.features import Features
+
+KEYS = [StepSpec(rows, rows, (1,), decode=True) for rows in (2, 4)]
+FACTS = {"device": "H200", "model": {"layers": 2, "heads": 4}, "groups": {"0": "page"}}
+DEVICE = jax.devices()[0]
+VALUES = Values((StepSpec, Features))
+
+
+def run(params, cache, ids):
+    cache = cache.at[ids].add(params["scale"], mode="drop", unique_indices=True)
+    return cache, cache[ids]
+
+
+def arguments(rows):
+    cache = jnp.ones((8, 4), jnp.float32)
+    return {"scale": jnp.full(4, 3.0, jnp.float32)}, cache, np.arange(rows, dtype=np.int32)
+
+
+def structure(key):
+    return jax.tree.structure((arguments(key.rows), {}))
+
+
+@pytest.fixture
+def programs():
+    made = Programs()
+    made.get_all(
+        {
+            key: lambda key=key: Lowering(run, jax.eval_shape(lambda: arguments(key.rows)))
+            for key in KEYS
+        }
+    )
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path, programs):
+    made = tmp_path / "bundle"
+    write_bundle(made, FACTS, programs.manifest(), DEVICE, VALUES)
+    return made
+
+
+def test_every_program_comes_back_under_its_spec_and_does_the_same(folder, programs):
+    bundle = Bundle(folder)
+    bundle.refuse_unless(FACTS)
+    built = bundle.load(DEVICE, VALUES, structure)
+    assert list(built) == sorted(KEYS)
+    again = Programs()
+    again.add(built)
+    for key in KEYS:
+        program = again.get(key, lambda: pytest.fail("a bundled program was built"))
+        assert program.loaded
+        assert program.report == programs.get(key, lambda: None).report
+        ours, theirs = (
+            one.get(key, lambda: None)(*arguments(key.rows)) for one in (again, programs)
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_what_differs_is_named_on_both_sides_and_the_rest_is_not(folder):
+    here = FACTS | {"device": "H100", "model": {"layers": 2, "heads": 8, "experts": 3}}
+    with pytest.raises(BadBundle) as refused:
+        Bundle(folder).refuse_unless(here)
+    lines = str(refused.value).split("\n")
+    assert lines[1:-1] == [
+        "  device: H100 here, H200 in the bundle",
+        "  model.heads: 8 here, 4 in the bundle",
+        "  model.experts: 3 here, nothing in the bundle",
+    ]
+    assert "jaxkv compile" in lines[-1]
+
+
+def test_a_fact_that_only_the_bundle_has_counts(folder):
+    with pytest.raises(BadBundle, match=r"model\.heads: nothing here, 4 in the bundle"):
+        Bundle(folder).refuse_unless({"model": {"layers": 2}})
+    Bundle(folder).refuse_unless({"device": "H200"})
+
+
+def test_of_long_texts_the_words_that_differ_are_shown(tmp_path):
+    flags = [f"flag{number}" for number in range(100)]
+    write_bundle(tmp_path / "long", {"cpu": " ".join([*flags, "amx"])}, [], DEVICE, VALUES)
+    with pytest.raises(BadBundle, match="cpu: avx9 here, amx in the bundle"):
+        Bundle(tmp_path / "long").refuse_unless({"cpu": " ".join([*flags, "avx9"])})
+
+
+def test_many_differences_are_counted(folder):
+    with pytest.raises(BadBundle, match="and 12 more differences"):
+        Bundle(folder).refuse_unless({f"option{number}": number for number in range(20)})
+
+
+def change(path, content):
+    path.write_bytes(content(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", ["specs.json", "000-decode_2x2x1.program"])
+def test_a_damaged_or_missing_file_is_an_error_and_stays(folder, name):
+    change(folder / name, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(BadBundle, match=f"damaged, make it again with jaxkv compile.*{name}"):
+        Bundle(folder).load(DEVICE, VALUES, structure)
+    (folder / name).unlink()
+    with pytest.raises(BadBundle, match=name):
+        Bundle(folder).load(DEVICE, VALUES, structure)
+
+
+def test_a_folder_without_a_whole_manifest_is_no_bundle(folder, tmp_path):
+    with pytest.raises(BadBundle, match="no such folder; make one with jaxkv compile"):
+        Bundle(tmp_path / "none")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(BadBundle, match="has format 99, and this jaxkv reads 1"):
+        Bundle(folder)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(BadBundle, match="damaged"):
+        Bundle(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(BadBundle, match="holds no bundle"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize("name", [".", "specs.json", "000-decode_2x2x1.program"])
+def test_what_others_can_write_to_is_not_loaded(folder, name):
+    path = folder / name
+    os.chmod(path, path.stat().st_mode | stat.S_IWGRP)
+    with pytest.raises(BadBundle, match=r"others can write to .*chmod -R go-w"):
+        Bundle(folder)
+    os.chmod(path, path.stat().st_mode & ~stat.S_IWGRP)
+    Bundle(folder)
+
+
+def test_no_folder_is_overwritten(folder, programs):
+    with pytest.raises(FileExistsError):
+        write_bundle(folder, FACTS, programs.manifest(), DEVICE, VALUES)
+
+
+def test_facts_are_what_json_holds():
+    found = facts_of({"cache": CacheConfig(), "shape": (2, None), 3: jnp.float32})
+    assert json.loads(json.dumps(found)) == found
+    assert found["cache"]["page_size"] == CacheConfig().page_size
+    assert found["shape"] == {"0": 2, "1": None}
