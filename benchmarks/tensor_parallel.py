@@ -1,11 +1,13 @@
 """Decode steps and prompts of a model on one device and on several: milliseconds, and microseconds of a sum over them.
 
-    python -m benchmarks.tensor_parallel --shape llama-3.1-8b --batch 1,8,64 --devices 2
+    python -m benchmarks.tensor_parallel --shape llama-3.1-8b --batch 1,8,64 --devices 1,2
+    python -m benchmarks.tensor_parallel --shape llama-3.1-70b --batch 1,8 --devices 4 --context 512
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.tensor_parallel --shape tiny --batch 1,2 --context 16 --new-tokens 4
 
-Weights are random and the same for every number of devices. All run in one process through the engine's programs, fed
-from the host and overlapped as in `benchmarks.generate`; programs are compiled, and run once, before any is timed. A
-sum is that of the hidden states of one step, as each block ends with one. Record: tensor-parallel-SHAPE.
+Weights are random; no device ever holds more than its part of the model and one whole parameter. All run in one process
+through the engine's programs, fed from the host and overlapped as in `benchmarks.generate`; programs are compiled, and
+run once, before any is timed. A sum is that of the hidden states of one step, as each block ends with one. The speedup
+is that over the first number of devices. Record: tensor-parallel-SHAPE.
 """
 
 import statistics
@@ -20,16 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.decode_start import decode_parser, draw_weights, parse
+from benchmarks.decode_start import decode_parser, parse
 from benchmarks.generate import Setting, make_requests, make_sequence_runner, time_steps
 from benchmarks.record import load_record, save_record
 from benchmarks.report import render
+from benchmarks.timing import refuse_profilers
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.model import ModelConfig
-from jaxkv.models.protocol import Params
-from jaxkv.models.registry import build_model
+from jaxkv.models.registry import build_model, rules_for
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
 from jaxkv.runner.sequence_runner import SequenceRunner
+from jaxkv.weights.load import expected_shapes
+from jaxkv.weights.quantised.rounding import ROUNDINGS
 
 _SUMS = 64
 """Sums of one launch, each of the result of the one before."""
@@ -69,41 +73,52 @@ def measure(runner: SequenceRunner, config: ModelConfig, setting: Setting) -> di
     return {name: timed[name] for name in ("ms_per_token", "prompt_ms")}
 
 
-def run(
-    config: ModelConfig, setting: Setting, params: Params, counts: Sequence[int]
+def measured(
+    config: ModelConfig,
+    settings: Sequence[Setting],
+    count: int,
+    dtype: str,
+    quantization: str | None,
 ) -> list[dict[str, Any]]:
-    """Returns a row for each number of devices, the first of which is 1."""
-    found = []
-    for count in counts:
-        mesh = None if count == 1 else tensor_mesh(count)
-        own = params
-        if mesh is not None:
-            own = TensorParallel(build_model(config), mesh).divided(params)
-        runner = make_sequence_runner(config, setting, own, None, mesh=mesh)
+    """Returns a row for each setting on `count` devices. The weights are drawn once, and freed at the end."""
+    mesh = None if count == 1 else tensor_mesh(count)
+    whole = build_model(config)
+    model = whole if mesh is None else TensorParallel(whole, mesh)
+    rules = rules_for(config)
+    types = expected_shapes(whole, rules, dtype=dtype, scheme=None, quantization=quantization)
+    params = jax.block_until_ready(model.init_params_like(jax.random.key(0), types))
+    rows = []
+    for setting in settings:
+        runner = make_sequence_runner(config, setting, params, None, mesh=mesh)
         measure(runner, config, replace(setting, repeats=1))
-        row = asdict(setting) | {"devices": count} | measure(runner, config, setting)
+        row = asdict(setting) | {"devices": count, "quantization": quantization}
+        row |= measure(runner, config, setting)
         row["implementation"] = str(runner.runner.implementation)
-        if mesh is not None:
-            row["us_per_sum"] = time_sums(mesh, setting.batch, config.hidden_size)
-        row["speedup"] = (found[0] if found else row)["ms_per_token"] / row["ms_per_token"]
-        found.append(row)
-        del own, runner
-    return found
+        row["us_per_sum"] = mesh and time_sums(mesh, setting.batch, config.hidden_size)
+        rows.append(row)
+        del runner
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures all batch sizes and writes the record `tensor-parallel-SHAPE` after each."""
+    """Measures all batch sizes and writes the record `tensor-parallel-SHAPE` after each number of devices."""
     parser = decode_parser(
         "Times tensor parallelism.", record="tensor-parallel", new_tokens=64, repeats=3
     )
-    parser.add_argument("--devices", default="2", help="comma-separated numbers beside one device")
+    parser.add_argument("--devices", default="1,2", help="comma-separated numbers of devices")
+    parser.add_argument("--quantization", choices=sorted(ROUNDINGS), help="weights in 8 or 4 bits")
     options = parse(parser, arguments, record="tensor-parallel")
-    params, _ = draw_weights(options)
-    counts = [1, *(int(count) for count in options.devices.split(","))]
+    refuse_profilers()
+    settings = [
+        Setting(int(size), options.context, options.new_tokens, options.repeats)
+        for size in options.batch.split(",")
+    ]
     rows: list[dict[str, Any]] = []
-    for batch in (int(size) for size in options.batch.split(",")):
-        setting = Setting(batch, options.context, options.new_tokens, options.repeats)
-        rows += run(SHAPES[options.shape], setting, params, counts)
+    for count in (int(number) for number in options.devices.split(",")):
+        config = SHAPES[options.shape]
+        rows += measured(config, settings, count, options.dtype, options.quantization)
+        for at, row in enumerate(rows):
+            row["speedup"] = rows[at % len(settings)]["ms_per_token"] / row["ms_per_token"]
         path = save_record(options.record, rows, folder=options.folder)
         print(render(load_record(path)), flush=True)
 

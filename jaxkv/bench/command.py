@@ -64,7 +64,8 @@ def _served_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         metavar="NAME",
-        help="random weights of this shape: qwen3-0.6b, llama-3.1-8b or tiny (default: none, but --model)",
+        help="random weights of this shape: qwen3-0.6b, llama-3.1-8b, llama-3.1-70b or tiny (default: none, but "
+        "--model)",
     )
     parser.add_argument(
         "--max-model-len",

@@ -91,7 +91,10 @@ def test_what_cannot_be_served_is_refused_by_name(wrong, message):
         tiny(**wrong)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("qwen3-0.6b", 0.596)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("qwen3-0.6b", 0.596)],
+)
 def test_shapes_have_as_many_parameters_as_their_models(name, billions):
     import jax
 
