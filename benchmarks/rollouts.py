@@ -1,6 +1,6 @@
 """Rollouts of a trainer: prompts with several samples each, beside the least time that they take.
 
-    python -m benchmarks.rollouts
+    python -m benchmarks.rollouts --steps-per-launch 1,8
     python -m benchmarks.rollouts --shape tiny --prompts 4 --samples 2 --length 16 --rows 4 --cache-bytes 4194304
 
 Weights are random; samples are drawn at temperature 1 with log-probabilities, of prompts as long as the outputs. Each
@@ -13,6 +13,7 @@ by `score`, whose log-probabilities should be the same.
 import argparse
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks.report import render
 from benchmarks.timing import CEILINGS, refuse_profilers
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.cache import CacheConfig
+from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.llm import LLM
@@ -82,6 +84,7 @@ def run(llm: LLM, params: Params, options: argparse.Namespace, floor: float) -> 
     tokens, seconds = int(rollout.output_mask.sum()), min(taken)
     return {
         "batch_invariant": llm.engine.config.batch_invariant,
+        "steps_per_launch": llm.engine.multi_step.most,
         "prompts": options.prompts,
         "samples": options.samples,
         "length": options.length,
@@ -107,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt and an output")
     parser.add_argument("--rows", type=int, default=256, help="sequences of a step")
+    parser.add_argument("--steps-per-launch", default="1", help="comma-separated")
+    parser.add_argument("--invariant", default="off,on", help="batch_invariant: off, on, or both")
     parser.add_argument("--cache-bytes", type=int, default=30 * 10**9)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=RECORDS)
@@ -116,8 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     params = build_model(config).init_params(jax.random.key(0), "bfloat16")
     floor = floor_seconds(config, params, options, measure_read_bandwidth())
     cache = CacheConfig(max_sequences=options.rows, budget_bytes=options.cache_bytes)
-    for invariant in (False, True):
-        wishes = {"cache": cache, "max_model_len": 2 * options.length, "batch_invariant": invariant}
+    ways = product(options.invariant.split(","), map(int, options.steps_per_launch.split(",")))
+    for invariant, steps in ways:
+        engine = EngineConfig(batch_invariant=invariant == "on", steps_per_launch=steps)
+        wishes = {"cache": cache, "max_model_len": 2 * options.length, "engine": engine}
         with LLM.from_parts(build_model(config), params, progress=False, **wishes) as llm:
             rows.append(run(llm, params, options, floor))
         path = save_record(f"rollouts-{options.shape}", rows, folder=options.folder)
