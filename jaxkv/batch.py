@@ -4,7 +4,7 @@ Shapes are those of the program (its bucket). Padding has no effect: padding tok
 padding rows have no tokens.
 """
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkv._pytree import pytree, static_field
 from jaxkv.sampling.batch import SamplingBatch
@@ -56,6 +56,7 @@ class StepBatch:
         states: one entry per recurrent group, in the order of `CacheLayout.state_groups` (the sampling
             group is not one of them).
         sampling: sampling parameters and state ids of the rows.
+        hidden: the hidden state beside each token that a `DraftHead` reads; `None` for any other model.
         decode: static; every real row has exactly one query and token r belongs to row r.
         fresh: static; no row has tokens from before this step, so attention need not read pages.
     """
@@ -67,5 +68,6 @@ class StepBatch:
     paged: tuple[PagedTables, ...]
     states: tuple[StateTables, ...]
     sampling: SamplingBatch
+    hidden: Float[Array, "tokens width"] | None = None
     decode: bool = static_field(default=False)
     fresh: bool = static_field(default=False)

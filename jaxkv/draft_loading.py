@@ -1,6 +1,8 @@
-"""Loads a smaller model that drafts, and makes its cache; refuses one that cannot draft for the verifying model."""
+"""Loads a smaller model or head that drafts, and makes its cache; refuses one that cannot draft for the verifier."""
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.config.cache import CacheConfig
@@ -9,7 +11,8 @@ from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.speculation.draft_model import DraftModel
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.protocol import Model
+from jaxkv.models.draft_heads.load import head_of, load_head
+from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
 from jaxkv.plan import free_bytes, plan_cache
 from jaxkv.programs.manifest import Programs
@@ -20,52 +23,68 @@ from jaxkv.runner.step_shapes import StepShapes, grain_of
 from jaxkv.weights.hub import fetch_weights, resolve_model
 
 _SHARE = 0.1
-"""Most of the free memory that the keys and values of the smaller model take."""
+"""Most of the free memory that the keys and values of the smaller model or head take."""
 
 _TOKEN_BUDGET = 512
-"""Most tokens of a step of the smaller model, while it computes prompts."""
+"""Most tokens of a step of the smaller model or head, while it computes prompts."""
 
 
 def load_draft_model(
     config: SpeculationConfig | None,
     verifier: Model,
     *,
+    directory: Path | None,
+    fetch: Callable[[], None],
+    dtype: str,
     max_model_len: int,
     max_sequences: int,
     strict: bool,
     progress: bool,
 ) -> SequenceRunner | None:
-    """Loads the smaller model of "draft_model" and makes its cache; returns `None` for other methods.
+    """Loads the smaller model or the head that drafts, and makes its cache; returns `None` for other methods.
 
     It is loaded before the memory of the verifying model is planned, which so leaves it out.
 
     Args:
         config: the options of speculation.
         verifier: the model that verifies its drafts.
+        directory: the directory of that model; `None` for one without files.
+        fetch: gets the files of that model's weights to the directory.
+        dtype: dtype name of that model's parameters.
         max_model_len: longest sequence, in tokens.
         max_sequences: most sequences of a step of the verifying model.
         strict: after a warm-up, refuse to compile anything more.
         progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: the models have different vocabularies, either is of a kind that cannot draft or be drafted for, or
-            one sequence does not fit into a tenth of the free memory.
+        ValueError: the models have different vocabularies, either is of a kind that cannot draft or be drafted for, the
+            model lacks the layers of "mtp", or one sequence does not fit into a tenth of the free memory.
+        BadCheckpoint, UnknownConfig: the files of the smaller model or the head are damaged, or not supported.
     """
-    if config is None or config.method != "draft_model":
+    if config is None or config.method == "ngram":
         return None
-    if not isinstance(verifier, Decoder):
+    bar = progress and sys.stderr.isatty()
+    head = head_of(config, verifier)
+    if head is None:
+        model, params, dtype = _load_smaller(config, verifier, max_model_len, progress=progress)
+    else:
+        assert isinstance(verifier, Decoder), "others have no head"
+        if head.is_mtp and directory is None:
+            raise ValueError(
+                "mtp reads the model's own directory, and this model has none; make it by LLM(directory)"
+            )
+        if head.is_mtp:
+            fetch()
+        else:
+            directory = resolve_model(config.model, progress=progress)
+            fetch_weights(config.model, directory, progress=progress)
+        assert directory is not None, "it was checked or resolved"
+        with named_exhaustion("loading the head that drafts"):
+            model, params = load_head(head, directory, verifier.config, dtype=dtype, progress=bar)
+    if model.whole_prompts:
         raise ValueError(
-            f"draft_model is supported for a Decoder on one device, got a {type(verifier).__name__}; use ngram"
-        )
-    directory = resolve_model(config.model, progress=progress)
-    keys = load_config(directory)
-    dtype = resolve_dtype("auto", keys.dtype)
-    model = build_model(keys).limited(min(max_model_len, keys.max_positions))
-    _check(model, verifier, max_model_len)
-    fetch_weights(config.model, directory, progress=progress)
-    with named_exhaustion("loading the draft model"):
-        params = load_params(
-            directory, model, dtype=dtype, progress=progress and sys.stderr.isatty()
+            "what drafts needs prompts that can be computed in chunks, which this model's or head's cannot; choose "
+            "another"
         )
     rows = max(1, min(max_sequences, LOOSE_TOKENS // (config.tokens + 1)))
     layout, budget = plan_cache(
@@ -78,6 +97,25 @@ def load_draft_model(
     _refuse_states(layout)
     runner = ModelRunner(model, params, layout, budget.counts, Programs(strict=strict))
     return SequenceRunner(runner, max_tokens=max_model_len, max_rows=rows)
+
+
+def _load_smaller(
+    config: SpeculationConfig, verifier: Model, max_model_len: int, *, progress: bool
+) -> tuple[Decoder, Params, str]:
+    """Returns the smaller model, its parameters and the name of their dtype."""
+    if not isinstance(verifier, Decoder):
+        raise ValueError(
+            f"draft_model is supported for a Decoder on one device, got a {type(verifier).__name__}; use ngram"
+        )
+    directory = resolve_model(config.model, progress=progress)
+    keys = load_config(directory)
+    dtype = resolve_dtype("auto", keys.dtype)
+    model = build_model(keys).limited(min(max_model_len, keys.max_positions))
+    _check(model, verifier, max_model_len)
+    fetch_weights(config.model, directory, progress=progress)
+    with named_exhaustion("loading the draft model"):
+        bar = progress and sys.stderr.isatty()
+        return model, load_params(directory, model, dtype=dtype, progress=bar), dtype
 
 
 def drafter_of(
@@ -110,10 +148,6 @@ def _check(model: Decoder, verifier: Decoder, max_model_len: int) -> None:
         raise ValueError(
             f"the draft model supports {model.max_positions:,} tokens, but sequences may have {max_model_len:,}; "
             f"lower max_model_len"
-        )
-    if model.whole_prompts:
-        raise ValueError(
-            "a draft model needs prompts that can be computed in chunks, which this one's cannot; choose another"
         )
 
 

@@ -347,9 +347,12 @@ class LLM:
         divided = over_devices(decoder, tensor_parallel_size, expected)
         weights = bytes_of_types(expected if divided is None else divided.divided_types(expected))
 
+        def fetch() -> None:
+            fetch_weights(model, directory, revision, progress=progress)
+
         def load() -> Params:
             if load_format != "dummy":
-                fetch_weights(model, directory, revision, progress=progress)
+                fetch()
             with named_exhaustion(f"loading weights of {weights:,} bytes"):
                 if load_format == "dummy":
                     return (divided or decoder).init_params_like(_key(seed or 0), expected)
@@ -376,6 +379,7 @@ class LLM:
             Programs(strict=strict),
             logits_processors,
             room,
+            fetch,
             bundle,
         )
 
@@ -492,6 +496,7 @@ class LLM:
         programs: Programs,
         logits_processors: Mapping[str, LogitsProcessor] | None,
         lora: LoraConfig | None,
+        fetch: Callable[[], None] = lambda: None,
         bundle: Bundle | None = None,
     ) -> None:
         """Plans the memory, loads the parameters, and makes the cache and the engine.
@@ -508,6 +513,7 @@ class LLM:
             programs: the compiled programs.
             logits_processors: name -> function.
             lora: room for adapters; `None` for none.
+            fetch: gets the files of the weights to the model's directory.
             bundle: programs to load; `None` for none.
         """
         self.model: Model = model_for(model, cache, engine)
@@ -523,6 +529,9 @@ class LLM:
         smaller = load_draft_model(
             engine.speculation,
             model,
+            directory=self.directory,
+            fetch=fetch,
+            dtype=dtype,
             max_model_len=self.max_model_len,
             max_sequences=cache.max_sequences,
             strict=programs.strict,

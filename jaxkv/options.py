@@ -251,7 +251,8 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="directory or hub id of a smaller model with the same vocabulary, which drafts",
+        help="directory or hub id of a smaller model with the same vocabulary, or with --speculation eagle3 of a head, "
+        "which drafts",
     )
     parser.add_argument(
         "--draft-tokens",

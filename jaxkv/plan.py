@@ -29,6 +29,7 @@ from jaxkv.engine.steps.step_sizes import text_drafter_of
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.draft_heads.load import head_of
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.hf_config.ignored_keys import describe_ignored
 from jaxkv.models.implementation import choose_implementation
@@ -94,14 +95,19 @@ def check_room(weights: int, cache: int) -> None:
 
 
 def model_for[M: Model](model: M, cache: CacheConfig, engine: EngineConfig) -> M:
-    """Returns the model that keeps in its cache what `cache` demands, and is batch invariant if `engine` demands it.
+    """Returns the model that keeps in its cache what `cache` and drafts need, and is batch invariant if `engine` is.
 
     Raises:
         ValueError: the model has no experts to keep, or is a module whose sums are not this package's; or it is on
-            several devices, and the options need one.
+            several devices, and the options need one; or the head that drafts is not one of this model, see `head_of`.
+        BadCheckpoint, UnknownConfig: config.json of the head is damaged, or not supported.
     """
+    head = head_of(engine.speculation, model)
     if isinstance(model, TensorParallel):
         return replace(model, whole=model_for(model.whole, cache, engine))
+    if head is not None:
+        assert isinstance(model, Decoder), "others have no head"
+        model = replace(model, keeps_hidden=head.reads)
     if engine.batch_invariant:
         if not isinstance(model, Decoder):
             raise ValueError(
@@ -304,12 +310,12 @@ def _invariance(engine: EngineConfig) -> list[str]:
 
 
 def _draft_model(engine: EngineConfig) -> list[str]:
-    """Returns the line on the model that drafts, which is not planned; none without one."""
-    if engine.speculation is None or engine.speculation.model is None:
+    """Returns the line on the model or head that drafts, which is not planned; none without one."""
+    if engine.speculation is None or engine.speculation.method == "ngram":
         return []
+    drafter = engine.speculation.model or "the layer that predicts further tokens"
     return [
-        f"{engine.speculation.model} drafts: its weights, and the tenth of the free memory that its cache may take, "
-        f"are not counted here"
+        f"{drafter} drafts: its weights, and the tenth of the free memory that its cache may take, are not counted here"
     ]
 
 

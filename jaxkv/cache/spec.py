@@ -29,6 +29,7 @@ _ROLES = (
     "drafts",
     "hidden",
     "experts",
+    "hidden_states",
 )
 ROLE_ORDER: Mapping[str, int] = MappingProxyType({role: at for at, role in enumerate(_ROLES)})
 """Role -> position in the order of a layer's arrays."""

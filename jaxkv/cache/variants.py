@@ -267,6 +267,19 @@ def routed_experts(layers: int, top_k: int, *, page_size: int) -> PagedSpec:
     return PagedSpec("experts", (ArraySpec("experts", (layers, top_k), "int16"),), page_size)
 
 
+def hidden_states(width: int, *, dtype: str, page_size: int) -> PagedSpec:
+    """Returns the spec of hidden states of each token, which a `DraftHead` reads, placed after the model's last layer.
+
+    In pages, they go wherever keys and values go, as `routed_experts` do.
+
+    Args:
+        width: components of all of a token's hidden states together.
+        dtype: dtype name.
+        page_size: tokens per page.
+    """
+    return PagedSpec("hidden_states", (ArraySpec("hidden_states", (width,), dtype),), page_size)
+
+
 def sampling(
     vocab_size: int,
     *,

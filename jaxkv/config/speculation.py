@@ -9,7 +9,11 @@ from jaxkv.config.checks import as_int, check_fields
 from jaxkv.config.vllm_names import accepts_vllm_names
 from jaxkv.wording import shown
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+_MODEL_METHODS = ("draft_model", "eagle3")
+_HEAD_METHODS = ("eagle3", "mtp")
+_VLLM_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's names of "mtp", one for each family."""
 
 
 @accepts_vllm_names
@@ -23,9 +27,11 @@ class SpeculationConfig:
 
     Attributes:
         method: "ngram" repeats what came after the last few tokens earlier in the prompt or output (prompt lookup); it
-            needs no weights. "draft_model" asks a smaller model with the same vocabulary.
+            needs no weights. "draft_model" asks a smaller model with the same vocabulary, "eagle3" an EAGLE-3 head of
+            this model, and "mtp" the layers of this model's own checkpoint that predict further tokens (vLLM's
+            "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp" and "qwen3_5_mtp" are the same).
             `None` for "draft_model" if a model is given, and else for "ngram".
-        model: directory or hub id of that model; `None` for "ngram".
+        model: directory or hub id of the smaller model or head; `None` for the others.
         tokens: most drafts of a row in a step (vLLM: num_speculative_tokens). Steps of more than 64 tokens verify none,
             because each token then costs time: with 4 drafts, those of more than 12 rows.
         longest_ngram: most tokens at the end of the text that are searched for earlier in it (vLLM: prompt_lookup_max).
@@ -48,6 +54,8 @@ class SpeculationConfig:
         """Raises `ValueError` for values out of range or of the wrong type."""
         if self.method is None:
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
+        if self.method in _VLLM_MTP:
+            object.__setattr__(self, "method", "mtp")
         if self.method not in METHODS:
             raise ValueError(
                 f"method must be one of {', '.join(METHODS)}, got {shown(self.method)}"
@@ -56,10 +64,10 @@ class SpeculationConfig:
             object.__setattr__(self, "model", str(self.model))
         if not (self.model is None or isinstance(self.model, str)):
             raise ValueError(f"model must be a directory or a hub id, got {shown(self.model)}")
-        if (self.method == "draft_model") != (self.model is not None):
+        if (self.method in _MODEL_METHODS) != (self.model is not None):
             raise ValueError(
-                f'method="draft_model" needs the model that drafts, and others have none; got method={self.method!r} '
-                f"and model={self.model!r}"
+                f"{' and '.join(_MODEL_METHODS)} need the model that drafts, and other methods have none; got "
+                f"method={self.method!r} and model={self.model!r}"
             )
         check_fields(self, as_int, 1, 31, "tokens")
         check_fields(self, as_int, 1, 64, "longest_ngram", "shortest_ngram")
@@ -69,6 +77,11 @@ class SpeculationConfig:
             raise ValueError(
                 f"shortest_ngram must be at most longest_ngram, got {self.shortest_ngram} and {self.longest_ngram}"
             )
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether what drafts reads hidden states of the model, so that its cache keeps them."""
+        return self.method in _HEAD_METHODS
 
 
 def speculation_of(value: object) -> SpeculationConfig | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from jaxkv.models.block import Block
+from jaxkv.models.eagle_attention import EAGLE_ATTENTION
 from jaxkv.models.feed_forwards import GATED, MIXTURE, PLAIN, SHARED
 from jaxkv.models.latent import LATENT, SPARSE_LATENT
 from jaxkv.models.mixers import ATTENTION, DELTA, MAMBA1, MAMBA2, SHORT_CONV
@@ -10,6 +11,7 @@ from jaxkv.models.transformer import TRANSFORMER
 
 BLOCKS: Mapping[str, Block] = {
     "attention": ATTENTION,
+    "eagle_attention": EAGLE_ATTENTION,
     "latent": LATENT,
     "sparse_latent": SPARSE_LATENT,
     "mamba1": MAMBA1,

@@ -6,7 +6,7 @@ and adds the sum of their outputs to the stream. In "transformer>mamba2" the fir
 and its output is added to the input of the norm, but not to the stream. Blocks are in `jaxkv.models.blocks.BLOCKS`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import LayerSpec, PagedSpec, StateSpec, group_layers
 from jaxkv.cache.state import Cache
-from jaxkv.cache.variants import routed_experts
+from jaxkv.cache.variants import QUANTISED, hidden_states, routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
@@ -53,6 +53,9 @@ class Decoder:
             that predict further tokens for it, have consecutive layers; layers with equal specs share tables.
         keeps_experts: whether steps store the experts that each token's routers chose in the cache, in pages of their
             own at the layer after the last one (`jaxkv.cache.variants.routed_experts`).
+        keeps_hidden: the hidden states of each token that steps store side by side in the cache, for a `DraftHead`, in
+            pages of their own at `hidden_layer`. n stands for the residual stream before layer n, `num_layers` for the
+            one before the final norm, and `num_layers + 1` for what the final norm makes of it. Empty for none.
         shards: the devices of which this decoder is one's part, with sizes from `shard_config`; `None` for a whole
             model. Its functions then run under `jax.shard_map`.
         batch_invariant: whether a token's bits depend on its own sequence alone: neither on other rows of its steps,
@@ -60,18 +63,19 @@ class Decoder:
             alone. All sums then have a fixed order (`pallas_kernels.fixed_order`).
 
     Raises:
-        ValueError: the pattern names an unknown block, or there are no experts to keep.
+        ValueError: the pattern names an unknown block, or there are no experts or no hidden states to keep.
     """
 
     config: ModelConfig
     implementation: str | None = None
     layer_offset: int = 0
     keeps_experts: bool = False
+    keeps_hidden: tuple[int, ...] = ()
     batch_invariant: bool = False
     shards: Shards | None = None
 
     def __post_init__(self) -> None:
-        """Checks the pattern, and that there are experts to keep."""
+        """Checks the pattern, and that there are experts and hidden states to keep."""
         unknown = self.config.blocks - BLOCKS.keys()
         if unknown:
             raise ValueError(
@@ -81,6 +85,11 @@ class Decoder:
         if self.keeps_experts and not self._expert_layers:
             raise ValueError(
                 f"routed_experts need a mixture of experts, and this {self.config.family} has none; turn them off"
+            )
+        if any(not 0 <= place <= self.num_layers + 1 for place in self.keeps_hidden):
+            raise ValueError(
+                f"keeps_hidden counts from 0 to {self.num_layers + 1} in a model of {self.num_layers} layers, got "
+                f"{self.keeps_hidden}"
             )
 
     @property
@@ -92,6 +101,11 @@ class Decoder:
     def num_layers(self) -> int:
         """Layers of the pattern, those without cache included."""
         return self.config.num_layers
+
+    @property
+    def hidden_layer(self) -> int:
+        """Number of the layer of the cache that holds the hidden states of `keeps_hidden`."""
+        return self.layer_offset + self.num_layers + 1
 
     @property
     def max_positions(self) -> int:
@@ -137,11 +151,16 @@ class Decoder:
         if self.batch_invariant:
             # The expanded form of MLA has other sums than the one over pages.
             specs = tuple(replace(spec, spec=_unexpanded(spec.spec)) for spec in specs)
-        if not self.keeps_experts:
-            return specs
-        sizes = (len(self._expert_layers), required(self.config.mixture).top_k)
-        kept = routed_experts(*sizes, page_size=page_size)
-        return (*specs, LayerSpec(self.layer_offset + self.num_layers, kept))
+        if self.keeps_experts:
+            sizes = (len(self._expert_layers), required(self.config.mixture).top_k)
+            kept = routed_experts(*sizes, page_size=page_size)
+            specs = (*specs, LayerSpec(self.layer_offset + self.num_layers, kept))
+        if self.keeps_hidden:
+            width = len(self.keeps_hidden) * self.config.hidden_size
+            stored = self.config.dtype if dtype in QUANTISED else dtype
+            kept = hidden_states(width, dtype=stored, page_size=page_size)
+            specs = (*specs, LayerSpec(self.hidden_layer, kept))
+        return specs
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
         """Returns random parameters in `dtype`; norm weights are ones."""
@@ -215,10 +234,45 @@ class Decoder:
     def _forward(
         self, params: Params, cache: Cache, batch: StepBatch
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
+        factor = self.config.multipliers.embedding
+        embeddings = scaled(self._embed(params["embed"], batch.tokens), factor)
+        kept: dict[int, Array] = {}
+        cache, hidden = self.run_layers(params, cache, batch, embeddings, embeddings, kept)
+        normed = self.normed(params, hidden)
+        if self.keeps_hidden:
+            kept |= {self.num_layers: hidden, self.num_layers + 1: normed}
+            stored = jnp.concatenate([kept[place] for place in self.keeps_hidden], axis=1)
+            cache = self._store(cache, self.hidden_layer, "hidden_states", stored, batch)
+        return cache, normed
+
+    def normed(
+        self, params: Params, hidden: Float[Array, "tokens hidden_size"]
+    ) -> Float[Array, "tokens hidden_size"]:
+        """Returns the final norm of the residual stream after the last layer."""
+        return self._norm(params["final_norm"], hidden)
+
+    def run_layers(
+        self,
+        params: Params,
+        cache: Cache,
+        batch: StepBatch,
+        hidden: Float[Array, "tokens hidden_size"],
+        embeddings: Float[Array, "tokens hidden_size"],
+        kept: dict[int, Array] | None = None,
+    ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
+        """Returns the cache with the new tokens written, and the residual stream after the last layer.
+
+        Args:
+            params: the parameters.
+            cache: the cache before the step.
+            batch: the step's metadata.
+            hidden: the residual stream before the first layer.
+            embeddings: the tokens' embeddings, which some blocks read.
+            kept: gets the residual stream before each layer of `keeps_hidden`.
+        """
         config = self.config
-        hidden = scaled(self._embed(params["embed"], batch.tokens), config.multipliers.embedding)
         # The dtype of activations; the residual stream may be wider.
-        embeddings, narrow = hidden, hidden.dtype
+        narrow = hidden.dtype
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = self._layer_angles(batch)
         tables = self._tables(batch)
@@ -226,6 +280,8 @@ class Decoder:
         normed = None
         chosen = [] if self.keeps_experts else None
         for layer, stages in enumerate(config.pattern):
+            if kept is not None and layer in self.keeps_hidden:
+                kept[layer] = hidden.astype(narrow)
             weights = self._weights(params, layer)
             none = (None,) * len(stages)
             norms, post_norms = (weights.get(name, none) for name in ("norms", "post_norms"))
@@ -268,8 +324,9 @@ class Decoder:
                     total = rms_norm(after, total, eps=config.norm_eps)
                 hidden = hidden + total.astype(hidden.dtype)
         if chosen is not None:
-            cache = self._store_experts(cache, chosen, tables)
-        return cache, self._norm(params["final_norm"], hidden.astype(narrow))
+            layer, experts = self.layer_offset + self.num_layers, jnp.stack(chosen, axis=1)
+            cache = self._store(cache, layer, "experts", experts, batch)
+        return cache, hidden.astype(narrow)
 
     def _summed(self, part: Float[Array, "tokens hidden_size"]) -> Array:
         """Returns the sum of a block's output over the devices that compute parts of it."""
@@ -290,20 +347,22 @@ class Decoder:
             updates, y = block.run(inputs)
         return cache.with_layer(layer, updates), y
 
-    def _store_experts(
+    def _store(
         self,
         cache: Cache,
-        chosen: Sequence[Int[Array, "tokens top_k"]],
-        tables: Mapping[tuple[int, str], PagedTables | StateTables],
+        layer: int,
+        role: str,
+        values: Shaped[Array, "tokens ..."],
+        batch: StepBatch,
     ) -> Cache:
-        """Returns the cache with the experts of each token at its slot; `chosen` has one array per expert layer."""
-        layer = self.layer_offset + self.num_layers
-        pages, group = cache.layer(layer)["experts"], tables[layer, "page"]
+        """Returns the cache with a value for each token at its slot in the pages of one layer."""
+        pages, group = cache.layer(layer)[role], self._tables(batch)[layer, "page"]
         assert isinstance(group, PagedTables)
         page, place = jnp.divmod(group.write_slots, pages.shape[1])
-        stored = jnp.stack(chosen, axis=1).astype(pages.dtype)
-        written = pages.at[page, place].set(stored, mode="drop", unique_indices=True)
-        return cache.with_layer(layer, {"experts": written})
+        stored = pages.at[page, place].set(
+            values.astype(pages.dtype), mode="drop", unique_indices=True
+        )
+        return cache.with_layer(layer, {role: stored})
 
     def _weights(self, params: Params, layer: int) -> LayerParams:
         """Returns a layer's parameters by name, those that its owner stores included."""

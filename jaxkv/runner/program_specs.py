@@ -331,22 +331,22 @@ def _adapted(params: Params | AdaptedParams, batch: StepBatch) -> Params:
 def lower_update(
     runner: Runner,
     run: Any,  # noqa: ANN401 - a function
-    arrays: Sequence[np.ndarray],
+    arrays: Sequence[np.ndarray | jax.ShapeDtypeStruct],
     *,
     params: Any = None,  # noqa: ANN401 - a pytree
 ) -> Lowering:
-    """Returns the lowering of a function of parameters, cache and host arrays that updates the cache.
+    """Returns the lowering of a function of parameters, cache and further arrays that updates the cache.
 
     Args:
         runner: has the cache and the parameters.
         run: the function.
-        arrays: the host arrays; empty ones are left out.
+        arrays: the further arrays, of the host or the types of those on the device; empty ones are left out.
         params: the first argument; the runner's parameters if not given.
     """
     first = runner.params if params is None else params
     return Lowering(run, (first, runner.cache, *without_empty(arrays)), cache_argument=1)
 
 
-def without_empty(arrays: Sequence[np.ndarray | Array]) -> list[np.ndarray | Array]:
+def without_empty[A: np.ndarray | Array | jax.ShapeDtypeStruct](arrays: Sequence[A]) -> list[A]:
     """Returns the arrays that are not empty; even an empty argument would cost a transfer."""
     return [array for array in arrays if array.size]

@@ -47,12 +47,12 @@ def decode_steps(
     """
 
     def advance(cache: Cache, index: Int[Array, ""]) -> tuple[Cache, Sampled]:
-        return step(model, params, cache, _batch_of(first, index, index < left, page_sizes))
+        return step(model, params, cache, batch_at(first, index, index < left, page_sizes))
 
     return jax.lax.scan(advance, cache, jnp.arange(steps, dtype=jnp.int32))
 
 
-def _batch_of(
+def batch_at(
     first: StepBatch,
     index: Int[Array, ""],
     running: Bool[Array, " rows"],

@@ -33,12 +33,23 @@ def test_a_model_drafts_unless_another_method_is_named():
     assert SpeculationConfig().method == "ngram"
 
 
+def test_heads_have_the_names_of_vllm_too():
+    theirs = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 2}
+    assert EngineConfig(speculation=theirs).speculation == SpeculationConfig(
+        method="eagle3", model="org/head", tokens=2
+    )
+    for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"):
+        assert SpeculationConfig(method=method) == SpeculationConfig(method="mtp")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "eagle"}, "method must be one of ngram, draft_model, got 'eagle'"),
-        ({"method": "draft_model"}, "needs the model that drafts"),
+        ({"method": "eagle"}, "method must be one of ngram, draft_model, eagle3, mtp, got 'eagle'"),
+        ({"method": "draft_model"}, "need the model that drafts"),
+        ({"method": "eagle3"}, "draft_model and eagle3 need the model that drafts"),
         ({"method": "ngram", "model": "folder"}, "method='ngram' and model='folder'"),
+        ({"method": "deepseek_mtp", "model": "folder"}, "method='mtp' and model='folder'"),
         ({"model": 3}, "model must be a directory or a hub id, got 3"),
         ({"tokens": 0}, r"tokens must be an int in \[1, 31\], got 0"),
         ({"shortest_ngram": 5}, "at most longest_ngram, got 5 and 4"),

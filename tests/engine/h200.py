@@ -63,13 +63,15 @@ def sequence_runner(
     cache_dtype="bfloat16",
     logits_processors=None,
     drafts=0,
+    of=lambda decoder: decoder,
     **changes,
 ):
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
     `changes` are fields of its config that make another model of it; with `keeps_outputs` it may answer full hits.
     Several `devices` compute the model together.
-    `logits_processors` are those of an `LLM`, and `drafts` those that the device makes itself.
+    `logits_processors` are those of an `LLM`, and `drafts` those that the device makes itself. `of` makes another model
+    of the decoder.
 
     The host would choose "xla", so the model is told what to run after the engine was made.
     """
@@ -100,7 +102,7 @@ def sequence_runner(
         "windows": (None,) * layers,
     }
     config = ModelConfig(**(llama | changes))
-    whole = build_model(config)
+    whole = of(build_model(config))
     model = whole if devices == 1 else TensorParallel(whole, tensor_mesh(devices))
     specs = model.cache_specs(page_size=PAGE_SIZE, dtype=cache_dtype)
     longest = WIDTH * PAGE_SIZE
@@ -137,10 +139,11 @@ def lowerings():
     import jax.numpy as jnp
 
     from jaxkv.config.lora import LoraConfig
+    from jaxkv.models.draft_heads.head import DraftHead
     from jaxkv.programs.manifest import Lowering
     from jaxkv.runner.adapter_stacks import AdapterStacks
     from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
-    from jaxkv.runner.draft_programs import DraftSpec, PutDraftsSpec
+    from jaxkv.runner.draft_programs import CatchUpSpec, DraftSpec, HiddenPool, PutDraftsSpec
     from jaxkv.runner.program_specs import StepSpec
     from jaxkv.sampling.features import Features
     from jaxkv.step.text_drafter import NgramLookup
@@ -177,6 +180,22 @@ def lowerings():
         made = sequence_runner("mosaic_gpu", layers=1).runner
         made.model = dataclasses.replace(made.model, batch_invariant=True)
         return made.program(spec)
+
+    def keeping(spec):
+        """Returns a step of a model that keeps three hidden states of each token, in a second group of pages."""
+        several = dataclasses.replace(spec, table_widths=(WIDTH, WIDTH))
+        reads = functools.partial(dataclasses.replace, keeps_hidden=(0, 1, 2))
+        return sequence_runner("mosaic_gpu", layers=1, of=reads).runner.program(several)
+
+    def heading(spec):
+        """Returns a program of an EAGLE-3 head."""
+        head = functools.partial(
+            DraftHead, reads=(0, 1, 2), read_size=3 * 1024, is_mtp=False, draft_vocab=1024
+        )
+        pattern = {"pattern": (("eagle_attention", "gated"),)}
+        return sequence_runner("mosaic_gpu", layers=1, of=head, **pattern).runner.program(spec)
+
+    kept, texts = HiddenPool(PAGES, PAGE_SIZE, 3 * 1024, "bfloat16"), (ROWS + 1, WIDTH * PAGE_SIZE)
 
     def swapped(params, cache, *packed):
         cache, out = decode.function(params, cache, *packed)
@@ -238,8 +257,12 @@ def lowerings():
             dataclasses.replace(verify, drafter=NgramLookup(4, 2))
         ),
         "draft": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(
-            DraftSpec(step, 4, (ROWS + 1, WIDTH * PAGE_SIZE))
+            DraftSpec(step, 4, texts)
         ),
+        "decode_keeping": lambda: keeping(step),
+        "verify_keeping": lambda: keeping(verify),
+        "draft_head": lambda: heading(DraftSpec(step, 4, texts, kept)),
+        "catch_up_head": lambda: heading(CatchUpSpec(mixed, kept)),
         "put_drafts": lambda: sequence_runner("xla", drafts=4).runner.program(
             PutDraftsSpec(ROWS, 4)
         ),

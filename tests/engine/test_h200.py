@@ -17,10 +17,12 @@ IN_TWO = ("forward", "sample")
 ADAPTED = "decode_adapted"
 INVARIANT = "prefill_invariant"
 VERIFY = ("verify", "verify_followed", "verify_weighed")
-DRAFTS = ("draft", "put_drafts")
+DRAFTS = ("draft", "draft_head", "catch_up_head", "put_drafts")
+# Of a model that keeps hidden states for a head.
+KEEPING = ("decode_keeping", "verify_keeping")
 STEPS = (
     *("decode", "decode_best", MANY_ROWS, *CHOOSING, *IN_TWO, ADAPTED),
-    *("prefill", INVARIANT, *VERIFY),
+    *("prefill", INVARIANT, *VERIFY, *KEEPING),
 )
 GENERATES = ("generate_short", "generate")
 GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
@@ -71,7 +73,8 @@ SAMPLED_BY = {
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
 SLOW_BATCHES = (
     (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, "generate"),
-    (ODD, LATE, INVARIANT, *VERIFY, *DRAFTS, *MORE_WINDOWS),
+    (ODD, LATE, INVARIANT, *VERIFY, *MORE_WINDOWS),
+    (*DRAFTS, *KEEPING),
     (*MORE_HYBRID, SOLVING),
     LATENT,
     (*MORE_DIVIDED, SAMPLES),
@@ -101,6 +104,8 @@ KERNELS = {
     # So have the few tokens of steps that verify drafts.
     VERIFY[0]: 6 + 1,
     VERIFY[1]: 6 + 1,
+    # Hidden states are written to their pages by a fusion of XLA's.
+    **dict.fromkeys(KEEPING, 6 + 1),
     "windows_gemma_decode": 13,
     "windows_gpt_oss_decode": 13,
     "windows_gemma_prefill": 5,
@@ -238,7 +243,7 @@ def test_several_steps_are_one_graph_that_is_launched_so_often_without_the_host(
     assert several["turns"] == ["4"]
 
 
-@each(DRAFTS[0])
+@each(*DRAFTS[:2])
 def test_a_chain_of_drafts_is_one_graph_before_a_loop_without_the_host(report, name):
     chain = report(name)
     assert chain["command_buffers"] == 2

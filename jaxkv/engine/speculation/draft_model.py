@@ -1,17 +1,22 @@
-"""`DraftModel`: drafts by a smaller model with the same vocabulary, which has pages and programs of its own."""
+"""`DraftModel`: drafts by a smaller model or a head of the same vocabulary, with pages and programs of its own."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request_state import RUNNING, RequestState
+from jaxkv.engine.speculation.hidden_pages import HiddenPages
 from jaxkv.engine.steps.step_plan import Part
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates
+from jaxkv.models.draft_heads.head import AHEAD, DraftHead
+from jaxkv.models.draft_heads.load import joined
+from jaxkv.models.protocol import Params
 from jaxkv.programs.spec import ProgramSpec
-from jaxkv.runner.draft_programs import DraftSpec, PutDraftsSpec
+from jaxkv.runner.draft_programs import CatchUpSpec, DraftSpec, HiddenPool, PutDraftsSpec
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
 from jaxkv.runner.sequence_runner import SequenceRunner
@@ -34,7 +39,7 @@ class _DraftRow:
         epoch: the request's epoch when it was opened.
         params: the sampling parameters that drafts are drawn with.
         features: what they need.
-        computed: tokens of the request whose keys and values are computed, at least.
+        computed: positions of the request whose keys and values are computed, at least.
         is_followed: the last chain had room for its drafts, so it has also computed the tokens before them.
     """
 
@@ -47,13 +52,17 @@ class _DraftRow:
 
 
 class DraftModel:
-    """Drafts with a smaller model. Prompts are computed when a request first drafts, and later what it lacks.
+    """Drafts with a smaller model or a head. Prompts are computed when a request first drafts, and what it lacks later.
 
     After each step that verifies drafts it computes the next ones, from the texts that the verifying model's cache
     keeps on the device. Its errors cost drafts, and no request.
 
+    A head reads the hidden states that the verifying model keeps in pages beside its keys and values, so those of
+    cached prefixes are there too. Its position t has token t + 1, so it computes one position less than a text has
+    tokens.
+
     Args:
-        sequence_runner: runs the smaller model, over a cache of its own.
+        sequence_runner: runs the smaller model or the head, over a cache of its own.
         verifier: runs the verifying model.
         drafts: drafts of a row.
         shapes: padded shapes of its steps.
@@ -74,6 +83,13 @@ class DraftModel:
         arrays = verifier.runner.layout.arrays(verifier.runner.counts)
         [[sequences, most_tokens]] = [one.shape for one in arrays if one.role == "token_history"]
         self._texts = sequences, most_tokens
+        model = self._runner.model
+        self._head = model if isinstance(model, DraftHead) else None
+        self._hidden = None if self._head is None else HiddenPages(verifier, drafts)
+        self._ahead = 0 if self._head is None else AHEAD
+        # The verifying model's parameters, of which the head has some.
+        self._joined: Params = None
+        self._join()
 
     def draft(
         self, sequences: Sequence[RequestState], most: Sequence[int]
@@ -106,9 +122,12 @@ class DraftModel:
             owner.poison(f"the draft model failed on the device: {error}", cause=error)
 
     def release(self) -> None:
-        """Gives back the memory of its cache; the next draft makes it again."""
+        """Gives back the memory of its cache; the next draft makes it again. A head drops what it shares."""
         self._forget()
         self._runner.owner.close()
+        if self._head is not None:
+            self._runner.params = joined(self._head, self._runner.params, None)
+            self._joined = None
 
     def close(self) -> None:
         """Frees its cache, and drops its parameters and programs."""
@@ -121,12 +140,12 @@ class DraftModel:
         """Lists its programs for up to `rows` requests with such parameters, and those of the verifying model."""
         features = features_for(_drawn_alike(sampling))
         rows = min(rows, self._sequence_runner.max_rows)
-        declared = self._shapes.declare_all(features, rows=rows)
+        declared = self._shapes.declare_all(Features(), rows=rows)
         steps = [step for step in declared if isinstance(step, StepSpec)]
-        chains = [self._spec(step) for step in steps if step.decode]
+        chains = [self._spec(replace(step, features=features)) for step in steps if step.decode]
         puts = {PutDraftsSpec(chain.step.rows, self._drafts): None for chain in chains}
         # A chunk of one token per row is a decode step.
-        return [*steps, *chains], [*puts]
+        return [*map(self._catch_up_spec, steps), *chains], [*puts]
 
     def compile(self, specs: Sequence[ProgramSpec]) -> None:
         """Compiles programs of the smaller model; in strict mode no others are compiled from then on."""
@@ -136,8 +155,23 @@ class DraftModel:
         finally:
             self._runner.programs.seal()
 
+    @property
+    def _pool(self) -> HiddenPool | None:
+        return None if self._hidden is None else self._hidden.pool
+
     def _spec(self, step: StepSpec) -> DraftSpec:
-        return DraftSpec(step, self._drafts, self._texts)
+        return DraftSpec(step, self._drafts, self._texts, self._pool)
+
+    def _catch_up_spec(self, step: StepSpec) -> CatchUpSpec:
+        return CatchUpSpec(step, self._pool)
+
+    def _join(self) -> None:
+        """Gives a head the parameters that it shares with the verifying model, if these are new."""
+        verifier = self._verifier.runner
+        if self._head is not None and self._joined is not verifier.params:
+            params = joined(self._head, self._runner.params, verifier.params)
+            self._runner.update_params(params, verifier.weight_version)
+            self._joined = verifier.params
 
     def _opened(self, sequence: RequestState) -> bool:
         """Opens a request if there is room for it; returns whether it is open."""
@@ -173,10 +207,10 @@ class DraftModel:
         return self._allocator.held(row.number).writable
 
     def _catch_up(self, sequences: Sequence[RequestState]) -> None:
-        """Computes the tokens that the smaller model lacks, in steps of at most its token budget."""
+        """Computes the positions that the smaller model lacks, in steps of at most its token budget."""
         left: list[tuple[RequestState, _DraftRow, int]] = []
         for sequence in sequences:
-            row, known = self._rows[sequence], len(sequence.tokens)
+            row, known = self._rows[sequence], len(sequence.tokens) - self._ahead
             if sequence.drafts_on_device and row.is_followed:
                 row.computed = known
             stop = min(known, self._reserve(row, known))
@@ -184,57 +218,79 @@ class DraftModel:
                 left.append((sequence, row, stop))
         while left:
             rows: list[Row] = []
+            slots: list[np.ndarray] = []
             room = self._shapes.token_budget
             for sequence, row, stop in left:
                 count = min(stop - row.computed, room)
                 if count and len(rows) < self._sequence_runner.max_rows:
-                    tokens = sequence.tokens[row.computed : row.computed + count]
+                    begin = row.computed + self._ahead
+                    tokens = sequence.tokens[begin : begin + count]
                     rows.append(self._row(sequence, row, tokens, row.computed, emits=False))
+                    if self._hidden is not None:
+                        slots.append(self._hidden.slots(sequence, row.computed, count))
                     row.computed += count
                     room -= count
-            features = union([row.features for _, row, _ in left])
             spec = self._shapes.choose(
                 len(rows),
                 sum(len(row.tokens) for row in rows),
-                features,
+                # Nothing is sampled.
+                Features(),
                 # A chain may have reserved pages behind `stop`, and the tables hold all of them.
                 total_tokens=max(self._allocator.held(row.number).writable for _, row, _ in left),
                 fresh=all(row.start == 0 for row in rows),
             )
-            self._sequence_runner.step(self._runner.fit(spec), rows)
+            self._run_catch_up(self._runner.fit(self._catch_up_spec(spec)), rows, slots)
             left = [one for one in left if one[1].computed < one[2]]
+
+    def _run_catch_up(
+        self, spec: CatchUpSpec, rows: Sequence[Row], slots: Sequence[np.ndarray]
+    ) -> None:
+        arrays: list[np.ndarray | jax.Array] = [
+            *self._sequence_runner.packer.pack(spec.step, rows, self._allocator)
+        ]
+        if self._hidden is not None:
+            packed, found = spec.blank_slots(), np.concatenate(slots)
+            packed[: len(found)] = found
+            arrays += [packed, self._hidden.array]
+        self._runner.run(spec, arrays)
 
     def _chain(self, parts: Sequence[Part]) -> None:
         """Sends the chain of drafts behind a step of these parts, and the program that hands them over."""
         rows: list[Row] = []
-        entries: list[int] = []
-        capacities: list[int] = []
+        places: list[list[int]] = []
         for part in parts:
             sequence, row = part.sequence, self._rows[part.sequence]
-            # The text has at most this many tokens then; the drafts but the last are computed too.
-            ends = part.start + part.count + 1
-            capacity = self._reserve(row, ends + self._drafts - 1)
+            capacity = self._reserve(row, self._end_of_chain(part))
             _, entry = self._verifier.allocator.states(sequence.number, "sampling")
             rows.append(self._row(sequence, row, (0,), 0, emits=True))
-            entries.append(entry)
-            capacities.append(capacity)
+            hidden = [] if self._hidden is None else self._hidden.end_of_text(sequence)
+            places.append([entry, capacity, *hidden])
         features = union([self._rows[part.sequence].features for part in parts])
-        step = self._shapes.choose(len(rows), len(rows), features, total_tokens=max(capacities))
+        most = max(capacity for _, capacity, *_ in places)
+        step = self._shapes.choose(len(rows), len(rows), features, total_tokens=most)
         spec = self._runner.fit(self._spec(step))
-        places = spec.blank_places()
-        places[0, : len(rows)], places[1, : len(rows)] = entries, capacities
+        columns = spec.blank_places()
+        columns[:, : len(rows)] = np.transpose(places)
         packed = self._sequence_runner.packer.pack(spec.step, rows, self._allocator)
         verifier = self._verifier.runner
         choices = verifier.cache.layer(verifier.model.num_layers)
-        texts = (choices["token_history"], choices["text_length"])
-        drafts = self._runner.run(spec, (*packed, places, *texts))
-        verifier.run(PutDraftsSpec(spec.step.rows, self._drafts), (places, drafts))
-        for part, capacity in zip(parts, capacities, strict=True):
-            row, known = self._rows[part.sequence], len(part.sequence.tokens)
-            ends = part.start + part.count + 1
-            row.is_followed = known > self._drafts and capacity >= ends + self._drafts - 1
+        arrays = [*packed, columns, choices["token_history"], choices["text_length"]]
+        if self._hidden is not None:
+            arrays.append(self._hidden.array)
+        drafts = self._runner.run(spec, arrays)
+        verifier.run(PutDraftsSpec(spec.step.rows, self._drafts), (columns[:2], drafts))
+        for part, (_, capacity, *_) in zip(parts, places, strict=True):
+            row, known = self._rows[part.sequence], len(part.sequence.tokens) - self._ahead
+            row.is_followed = known > self._drafts and capacity >= self._end_of_chain(part)
             if row.is_followed:
                 row.computed = max(row.computed, known)
+
+    def _end_of_chain(self, part: Part) -> int:
+        """Returns the positions that a chain behind a part computes at most: the text's, and the drafts' but the last.
+
+        The text has at most `start + count + 1` tokens then.
+        """
+        return part.start + part.count + 1 - self._ahead + self._drafts - 1
 
     @staticmethod
     def _row(
@@ -246,6 +302,7 @@ class DraftModel:
     def _guarded(self, act: Callable[[], None]) -> None:
         """Runs what needs the smaller model; if it fails, its cache is made anew, and in the end it drafts no more."""
         try:
+            self._join()
             act()
         except (*STEP_FAILURES, CachePoisoned) as error:
             self._failures += 1

@@ -52,7 +52,7 @@ def open_speculation(
             f"a step of at most {shapes.token_buckets[-1]} tokens does not hold {config.tokens} drafts and the token "
             f"before them; raise token_budget or lower SpeculationConfig.tokens"
         )
-    if config.method == "draft_model" and drafter is None:
+    if config.method != "ngram" and drafter is None:
         raise ValueError("an engine that drafts with a model is given it; make it by LLM")
     pace = Pace(clock, adaptive=config.adaptive)
     return Speculation(

@@ -63,6 +63,6 @@ def text_drafter_of(config: SpeculationConfig | None, layout: CacheLayout) -> Te
     """Returns what drafts on the device; `None` without drafts, or if the cache was made without room for them."""
     if config is None or layout.kept_drafts < config.tokens:
         return None
-    if config.method == "draft_model":
+    if config.method != "ngram":
         return NoGuesses()
     return NgramLookup(config.longest_ngram, config.shortest_ngram)

@@ -15,6 +15,7 @@ from jaxkv.config.blocks import (
 )
 from jaxkv.config.model import MAX_LAYERS, ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.family import MtpNames
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.rope_json import read_rope
 from jaxkv.models.hf_config.special_ids import take_special_ids
@@ -36,6 +37,17 @@ TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 FURTHER_LAYERS = r"model\.layers\.(\d+)\."
 """Beginning of the names of layers, and of those after the last one that predict further tokens."""
+
+MTP_AFTER_LAST = MtpNames(
+    prefix="model.layers.{after}.",
+    block="model.layers.{after}.",
+    embedding_norm="enorm.weight",
+    hidden_norm="hnorm.weight",
+    join="eh_proj.weight",
+    final_norm="shared_head.norm.weight",
+    ignored=(r"embed_tokens\.weight", r"shared_head\.head\.weight"),
+)
+"""Names of DeepSeek-V3's layer that predicts further tokens: it stands after the last one."""
 
 
 def llama_rules(

@@ -148,6 +148,7 @@ FAMILIES = tuple(
             ignored=(*kind.text.rules.ignored, _OTHER_PARTS),
             prefixes=_PREFIXES,
         ),
+        kind.text.mtp,
     )
     for kind in _KINDS
 )

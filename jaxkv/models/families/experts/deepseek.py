@@ -14,6 +14,7 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ACTIVATIONS,
     FURTHER_LAYERS,
+    MTP_AFTER_LAST,
     check_architecture,
     llama_rules,
     take_dtype,
@@ -271,7 +272,7 @@ _RULES = llama_rules(
 
 FAMILIES = (
     Family("deepseek_v2", from_hf_v2, _RULES),
-    Family("deepseek_v3", from_hf_v3, _RULES),
-    Family("kimi_k2", partial(from_hf_v3, family="kimi_k2"), _RULES),
-    Family("deepseek_v32", from_hf_v32, _RULES),
+    Family("deepseek_v3", from_hf_v3, _RULES, MTP_AFTER_LAST),
+    Family("kimi_k2", partial(from_hf_v3, family="kimi_k2"), _RULES, MTP_AFTER_LAST),
+    Family("deepseek_v32", from_hf_v32, _RULES, MTP_AFTER_LAST),
 )

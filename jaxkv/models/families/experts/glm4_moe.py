@@ -8,6 +8,7 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     FURTHER_LAYERS,
     LLAMA_BLOCKS,
+    MTP_AFTER_LAST,
     llama_rules,
     read_llama_like,
     take_mtp_layers,
@@ -61,4 +62,4 @@ _RULES = llama_rules(
     further_layers=FURTHER_LAYERS,
 )
 
-FAMILY = Family("glm4_moe", from_hf, _RULES)
+FAMILY = Family("glm4_moe", from_hf, _RULES, MTP_AFTER_LAST)

@@ -6,6 +6,7 @@ from jaxkv.config.model import ModelConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import require, take_num_layers
 from jaxkv.models.families.recurrent.qwen3_next import (
+    QWEN_MTP,
     qwen_delta_rules,
     read_qwen_delta,
     take_qwen_mixture,
@@ -65,5 +66,5 @@ def _keys(raw: Mapping[str, object], family: str) -> ConfigJson:
 
 _RULES = qwen_delta_rules(split_delta(f"{LAYER}linear_attn"))
 
-TEXT = Family("qwen3_5_text", from_hf, _RULES)
-EXPERTS = Family("qwen3_5_moe_text", from_hf_moe, _RULES)
+TEXT = Family("qwen3_5_text", from_hf, _RULES, QWEN_MTP)
+EXPERTS = Family("qwen3_5_moe_text", from_hf_moe, _RULES, QWEN_MTP)

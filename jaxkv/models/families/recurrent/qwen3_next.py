@@ -6,7 +6,7 @@ from jaxkv.config.blocks import MAX_EXPERTS, DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.experts.qwen3_moe import qwen_feed_forwards, take_experts
-from jaxkv.models.families.family import Family
+from jaxkv.models.families.family import Family, MtpNames
 from jaxkv.models.families.llama_like import llama_rules, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import SILU, take_layer_kinds
@@ -141,4 +141,17 @@ def qwen_delta_rules(mixer: tuple[Rule, ...]) -> RuleSet:
     )
 
 
-FAMILY = Family("qwen3_next", from_hf, qwen_delta_rules(delta(f"{LAYER}linear_attn")))
+QWEN_MTP = MtpNames(
+    prefix="mtp.",
+    block="mtp.layers.0.",
+    embedding_norm="pre_fc_norm_embedding.weight",
+    hidden_norm="pre_fc_norm_hidden.weight",
+    join="fc.weight",
+    final_norm="norm.weight",
+    ignored=(r"layers\.[1-9]\d*\..*", r"(embed_tokens|lm_head)\.weight"),
+)
+"""Names of the layer that predicts further tokens, of full attention even if others have none."""
+
+_RULES = qwen_delta_rules(delta(f"{LAYER}linear_attn"))
+
+FAMILY = Family("qwen3_next", from_hf, _RULES, QWEN_MTP)

@@ -1,0 +1,128 @@
+"""Heads compute what their published definitions do: a step over a text, and the chain behind it."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.models.draft_heads.eagle3 import read_eagle3
+from jaxkv.models.draft_heads.load import joined, load_head
+from jaxkv.models.draft_heads.mtp import read_mtp
+from jaxkv.models.registry import build_model, load_config, load_params
+from tests.models.driver import Driver
+
+pytest.importorskip("torch")
+made = pytest.importorskip("tests.models.draft_heads.checkpoints")
+cases = pytest.importorskip("tests.models.families.cases")
+hybrid = pytest.importorskip("tests.models.families.hybrid_cases")
+latent = pytest.importorskip("tests.models.families.latent_cases")
+
+pytestmark = pytest.mark.torch
+
+TOLERANCE = 1e-4
+AFTER_LAST = ("model.layers.{after}.", "model.layers.{after}.")
+DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
+def longer(case, **options):
+    return replace(case, options=case.options | options)
+
+
+MTP = {
+    "deepseek-v3": made.MtpCase(
+        longer(latent.CASES["v3"], num_hidden_layers=3), *AFTER_LAST, DEEPSEEK
+    ),
+    "glm-4.5": made.MtpCase(
+        longer(cases.CASES["glm4-moe"], num_hidden_layers=3),
+        *AFTER_LAST,
+        DEEPSEEK,
+        num_nextn_predict_layers=1,
+    ),
+    "qwen3-next": made.MtpCase(
+        longer(
+            hybrid.CASES["qwen3-next"],
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "full_attention"],
+        ),
+        "mtp.",
+        "mtp.layers.0.",
+        QWEN,
+    ),
+}
+EAGLE = {
+    "eagle3": {},
+    "eagle3-some-ids": {"drafted": 120},
+    "eagle3-other-width": {"width": 32, "own_embed": True, "drafted": 90},
+}
+
+
+@pytest.fixture(scope="module", params=[*EAGLE, *MTP])
+def head(request, tmp_path_factory):
+    """The definition of a head, and ours with its parameters, read from files."""
+    folder = tmp_path_factory.mktemp("heads") / request.param
+    if request.param in MTP:
+        definition = MTP[request.param].save(folder)
+        verifier, own = build_model(load_config(folder)), folder
+        ours = read_mtp(verifier)
+    else:
+        options = EAGLE[request.param]
+        theirs, own = made.llama(folder), folder / "head"
+        tensors = made.eagle3_tensors(3, **options)
+        width, drafted = options.get("width", made.WIDTH), options.get("drafted", made.VOCAB)
+        config = made.save_eagle3(
+            own,
+            tensors,
+            hidden_size=width,
+            draft_vocab_size=drafted,
+            **({"target_hidden_size": made.WIDTH} if width != made.WIDTH else {}),
+        )
+        embed = theirs.model.model.embed_tokens.weight.detach().numpy()
+        definition = made.Eagle3(tensors, config, theirs, embed, reads=(2, 2, 1))
+        verifier = build_model(load_config(folder))
+        ours = read_eagle3(own, verifier)
+    ours, params = load_head(ours, own, verifier.config, dtype="float32")
+    theirs = load_params(folder, verifier, dtype="float32", progress=False)
+    return definition, ours, joined(ours, params, theirs)
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="cache")
+def run(model, params, cache, batch):
+    cache, hidden = model.forward(params, cache, batch)
+    return cache, hidden, model.logits(params, hidden)
+
+
+def step(driver, tokens, hidden, *, decode=False):
+    """Runs one row; returns hidden states and logits of its tokens."""
+    batch = driver.batch([tokens], decode=decode)
+    padded = jnp.zeros((len(batch.tokens), hidden.shape[1]), jnp.float32)
+    batch = replace(batch, hidden=padded.at[: len(tokens)].set(hidden))
+    driver.cache, hidden, logits = run(driver.model, driver.params, driver.cache, batch)
+    driver.lengths[0] += len(tokens)
+    return np.asarray(hidden)[: len(tokens)], np.asarray(logits)[: len(tokens)]
+
+
+def test_a_text_and_a_chain_behind_it_have_the_logits_of_the_definition(head):
+    definition, model, params = head
+    text = np.random.default_rng(5).integers(0, made.VOCAB, 30).tolist()
+    kept = definition.kept(text[:-1])
+    wanted_hidden, wanted = definition.run(text[1:], definition.projected(kept))
+    drafts, chain = definition.chain(text, 4)
+    can_draft = np.isfinite(wanted[0])
+    assert can_draft.sum() == (model.draft_vocab or made.VOCAB)
+    assert np.std(wanted[:, can_draft]) > 0.3
+
+    driver = Driver(model, params)
+    hidden = model.projected(params, jnp.asarray(kept, jnp.float32))
+    # In two chunks, as prompts are.
+    parts = [step(driver, text[1:][part], hidden[part]) for part in (slice(13), slice(13, None))]
+    hidden, logits = (np.concatenate(each) for each in zip(*parts, strict=True))
+    assert cases.far(hidden, wanted_hidden) < TOLERANCE
+    assert cases.far(logits[:, can_draft], wanted[:, can_draft]) < TOLERANCE
+    assert (logits[:, ~can_draft] < -1e29).all()
+    for draft, later in zip(drafts, chain[1:], strict=False):
+        hidden, logits = step(driver, [draft], hidden[-1:], decode=True)
+        assert cases.far(logits[-1][can_draft], later[can_draft]) < TOLERANCE
