@@ -32,12 +32,13 @@ class SpeculationConfig:
             "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp" and "qwen3_5_mtp" are the same).
             `None` for "draft_model" if a model is given, and else for "ngram".
         model: directory or hub id of the smaller model or head; `None` for the others.
-        tokens: most drafts of a row in a step (vLLM: num_speculative_tokens). Steps of more than 64 tokens verify none,
-            because each token then costs time: with 4 drafts, those of more than 12 rows.
+        tokens: most drafts of a row in a step (vLLM: num_speculative_tokens). A step of many rows verifies half as
+            many, and so on to one, because each token beyond 64 costs time: of 4 drafts, 2 from 13 rows on, 1 from 22
+            on, and none from 33 on.
         longest_ngram: most tokens at the end of the text that are searched for earlier in it (vLLM: prompt_lookup_max).
         shortest_ngram: fewest such tokens (vLLM: prompt_lookup_min).
-        adaptive: draft only while a token takes less time with drafts than without, as measured while requests are
-            served. Without it, every step that can have drafts has them.
+        adaptive: draft only while a token takes less time with drafts than without, and as many tokens as gain most,
+            as measured while requests are served. Without it, every step that can have drafts has all that fit.
 
     Raises:
         ValueError: a field is out of range or of the wrong type.

@@ -144,6 +144,8 @@ class Collector:
             elif has_windows:
                 # Last, because the prefix index and the checkpoints above take references to these pages.
                 self._allocator.free_out_of_window(sequence.number, sequence.collected)
+        if self._speculation is not None:
+            self._speculation.read(step.parts)
         return ended
 
     def _take_back(self, sequence: RequestState, drafts: Sequence[int], accepted: int) -> int:

@@ -222,6 +222,7 @@ class StepPipeline:
         needed = self._runner.fit(
             self._shapes.verify(
                 len(parts),
+                max(map(len, columns.drafts)),
                 features,
                 total_tokens=max([sequence.reserved for sequence in sequences]),
                 masks=num_masks(token_masks_of(columns)) if features.grammar else 0,

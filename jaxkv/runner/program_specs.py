@@ -170,7 +170,8 @@ class StepSpec(ProgramSpec["Runner"]):
             and self.pending_checkpoints >= needed.pending_checkpoints
             and self.forward_only == needed.forward_only
             and self.steps == needed.steps
-            and self.drafts == needed.drafts
+            # A program of more drafts can also verify fewer, but a step without drafts is another program.
+            and (self.drafts >= needed.drafts > 0 or self.drafts == needed.drafts)
             and self.drafter == needed.drafter
             and self.masks >= needed.masks
             # A program that reads pages can also run fresh rows, but not the other way round.
@@ -194,8 +195,8 @@ class StepSpec(ProgramSpec["Runner"]):
 
     @property
     def order_of_cost(self) -> tuple[int, ...]:
-        """Sort key: tokens, then rows, then masks, then programs that read no pages first."""
-        return self.tokens, self.rows, self.masks, not self.fresh
+        """Sort key: tokens, then rows, then drafts, then masks, then programs that read no pages first."""
+        return self.tokens, self.rows, self.drafts, self.masks, not self.fresh
 
     def lowering(self, runner: Runner) -> Lowering:
         """Returns the step: `cache, packed tokens = run(params, cache, *packed)`, which donates the cache.

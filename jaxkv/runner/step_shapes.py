@@ -16,6 +16,7 @@ from jaxkv.runner.buckets import (
     coarse_buckets,
     filled,
     mask_buckets,
+    power_of_two_buckets,
     row_buckets,
     token_buckets,
 )
@@ -65,6 +66,15 @@ Reading the weights dominates both, so a second step for the rest of a short pro
 def grain_of(implementation: str) -> Grain:
     """Returns the grain for an implementation of the model's ops."""
     return FINE if implementation == "xla" else COARSE
+
+
+_FEWEST_VERIFIED = 8
+"""Tokens of the smallest program that verifies drafts: kernels compute rows of products by eights."""
+
+
+def draft_counts(most: int) -> tuple[int, ...]:
+    """Returns the numbers of drafts of a row that steps choose from, descending: `most`, half of it, and so on to 1."""
+    return tuple(most >> halvings for halvings in range(most.bit_length()))
 
 
 def clamp_token_budget(token_budget: int, *, max_tokens: int, max_rows: int) -> int:
@@ -130,6 +140,10 @@ class StepShapes:
         self.drafts, self.drafter = drafts, drafter
         self.token_budget = token_budget
         self.lengths = coarse_buckets(grain.shortest_table, max_tokens, grain.table_factor)
+        # Finer than those of prompts: few drafts must cost less than many.
+        self._verified = power_of_two_buckets(
+            _FEWEST_VERIFIED, min(LOOSE_TOKENS, self.token_buckets[-1])
+        )
 
     def fill(self, least: int, most: int) -> int | None:
         """Returns a number of tokens for a step in [`least`, `most`] that needs little padding; see `filled`."""
@@ -190,29 +204,39 @@ class StepShapes:
             features = replace(features, lora=False)
         return SampleSpec(shape.rows, features, bucket(max(masks, 1), mask_buckets(shape.rows)))
 
-    @property
-    def most_verified(self) -> int:
-        """Most rows of a step that verifies drafts: all tokens together cost about as much as one of each row."""
-        if not self.drafts:
-            return 0
-        return min(self._max_rows, min(LOOSE_TOKENS, self.token_buckets[-1]) // (self.drafts + 1))
+    def most_drafts(self, rows: int) -> int:
+        """Returns the most drafts of each of so many rows that one step verifies; 0 if it verifies none.
+
+        All tokens together then cost about as much as one of each row.
+        """
+        fitting = (count for count in draft_counts(self.drafts) if rows <= self._most_rows(count))
+        return next(fitting, 0)
 
     def verify(
-        self, rows: int, features: Features, *, total_tokens: int, masks: int = 0
+        self, rows: int, drafts: int, features: Features, *, total_tokens: int, masks: int = 0
     ) -> StepSpec:
-        """Returns the program for a step of at most `most_verified` rows that verifies drafts.
+        """Returns the program for a step that verifies drafts.
 
         Args:
             rows: number of rows.
+            drafts: most drafts of a row, at most `most_drafts(rows)`.
             features: sampling features of the rows.
             total_tokens: tokens that the page tables must cover.
             masks: number of different masks of rows with a grammar.
         """
-        rows = min(bucket(rows, self.decode_rows), self.most_verified)
-        tokens = bucket(rows * (self.drafts + 1), self.token_buckets)
+        counts = draft_counts(self.drafts)
+        drafts = bucket(drafts, counts[::-1])
+        rows = min(bucket(rows, self.decode_rows), self._most_rows(drafts))
+        tokens = bucket(rows * (drafts + 1), self._verified)
+        # One program for all numbers of drafts that have the same tokens.
+        drafts = next(count for count in counts if rows * (count + 1) <= tokens)
         widths = self._widths(bucket(total_tokens, self.lengths))
-        drafts = {"drafts": self.drafts, "drafter": self.drafter}
-        return _with_masks(StepSpec(tokens, rows, widths, features, **drafts), masks)
+        made = {"drafts": drafts, "drafter": self.drafter}
+        return _with_masks(StepSpec(tokens, rows, widths, features, **made), masks)
+
+    def _most_rows(self, drafts: int) -> int:
+        """Returns the most rows of a step that verifies so many drafts of each."""
+        return min(self._max_rows, self._verified[-1] // (drafts + 1))
 
     def declare_all(
         self,
@@ -241,9 +265,9 @@ class StepShapes:
         sizes = _up_to(new_tokens, self.token_buckets)
         fresh = [self._fresh(tokens, features) for tokens in sizes if tokens <= self._expands]
         verify = {
-            self.verify(count, features, total_tokens=length): None
-            for count in _up_to(rows, self.decode_rows)
-            if self.most_verified
+            self.verify(count, drafts, features, total_tokens=length): None
+            for drafts in draft_counts(self.drafts)
+            for count in range(1, min(rows or self._max_rows, self._most_rows(drafts)) + 1)
             for length in lengths
         }
         prefill = [

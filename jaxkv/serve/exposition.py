@@ -123,6 +123,14 @@ class _Metrics(Collector):
             "Steps with drafts of the device, sent before the step before was read.",
             stats["overlapped"],
         )
+        by_drafts = CounterMetricFamily(
+            "jaxkv:draft_steps_by_drafts",
+            "Steps that verified drafts, by the most drafts of a row.",
+            labels=[*names, "drafts"],
+        )
+        for drafts, count in enumerate(stats["steps_by_drafts"], 1):
+            by_drafts.add_metric([*self._values(), str(drafts)], count)
+        yield by_drafts
         yield self._gauge(
             "jaxkv:drafts_paused",
             "1 while a token takes longer with drafts than without.",

@@ -95,7 +95,7 @@ def verify_step(
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     choices = _write_accepted(dict(choices), batch.sampling, sampled.tokens, first, accepted)
     if drafter is not None:
-        choices = _write_drafts(choices, batch.sampling, drafter, most)
+        choices = _write_drafts(choices, batch.sampling, drafter)
     return cache.with_layer(model.num_layers, choices), Verified(sampled=sampled, accepted=accepted)
 
 
@@ -226,10 +226,10 @@ def _write_drafts(
     choices: dict[str, Array],
     sampling: SamplingBatch,
     drafter: TextDrafter,
-    most: int,
 ) -> dict[str, Array]:
-    """Returns the sampling group with the drafts of the tokens behind each row's text."""
-    state_ids, columns = sampling.state_ids, jnp.arange(most, dtype=jnp.int32)
+    """Returns the sampling group with the drafts of the tokens behind each row's text: all that it keeps."""
+    state_ids, most = sampling.state_ids, choices["drafts"].shape[1]
+    columns = jnp.arange(most, dtype=jnp.int32)
     texts, lengths = (
         choices[role].at[state_ids].get(mode="fill", fill_value=0)
         for role in ("token_history", "text_length")

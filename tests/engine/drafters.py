@@ -105,18 +105,23 @@ class KnownTexts:
 
 
 class AnyPace:
-    """Stands in for `Pace`: drafts in steps drawn at random, with a probability."""
+    """Stands in for `Pace`: drafts in steps drawn at random, with a probability, and any number of them."""
 
     pauses, is_paused = 0, False
 
     def __init__(self, draw, probability):
         self._draw, self._probability = draw, probability
 
-    def may_draft(self, rows):
-        return self._draw.random() < self._probability
+    def choose(self, rows, most):
+        if not most or self._draw.random() >= self._probability:
+            return 0
+        return self._draw.choice((most, self._draw.randint(1, most)))
 
-    def next_step(self, rows, length):
-        return self._draw.random() < self._probability
+    def note(self, drafted, accepted):
+        pass
+
+    def read(self, rows, length, drafts):
+        pass
 
     def interrupt(self):
         pass

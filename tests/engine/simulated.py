@@ -204,8 +204,8 @@ class SimulatedDevice:
         for row in range(np.count_nonzero(fields["seq_lens"])):
             slot = int(fields["sampling_states"][row])
             text = choices["token_history"][slot][: choices["text_length"][slot]].tolist()
-            drafts = shape.drafter.draft(slot, text, shape.drafts)
-            choices["drafts"][slot][: shape.drafts] = drafts
+            kept = choices["drafts"][slot]
+            kept[:] = shape.drafter.draft(slot, text, len(kept))
 
     def _turn(self, shape, cache, fields, turn):
         chains = self._forward(shape, cache, fields, turn)

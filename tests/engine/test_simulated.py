@@ -171,8 +171,16 @@ def test_steps_that_verify_drafts_of_the_device_overlap():
 def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
     setting = Setting("full", rows=1, drafts=2, prefix=False, drafted_share=None)
     engine, _ = engine_of(random.Random(0), setting)
-    # A step with drafts takes half as long again as one without.
-    engine.speculation.pace = Pace(lambda: engine.steps + engine.speculation.stats.steps / 2)
+    read, now = engine.speculation.read, [0.0]
+
+    def read_later(parts):
+        # A step for which drafts are asked takes a fifth longer than one without.
+        stats = engine.speculation.stats
+        now[0] += 1.2 if stats.steps and not stats.is_paused else 1
+        read(parts)
+
+    engine.speculation.read = read_later
+    engine.speculation.pace = Pace(lambda: now[0], (2, 1))
     [made], ahead = engine.add([_ask([7, 3], LONGEST - 2, {})]), []
     while engine.has_work:
         engine.step()
@@ -192,7 +200,7 @@ def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
 def test_an_engine_with_too_many_rows_drafts_nothing_and_overlaps():
     setting = Setting("full", rows=5, drafts=7, rightness=1.0, budget=40, prefix=False)
     engine, _ = engine_of(random.Random(0), setting)
-    engine.shapes.token_buckets = (32,)
+    engine.shapes._verified = (8,)
     made = engine.add([replace(_ask([7, 3], 20, {}), seed=seed) for seed in range(5)])
     while all(one.status != FINISHED for one in made):
         engine.step()

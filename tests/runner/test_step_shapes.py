@@ -155,17 +155,47 @@ def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, 
     assert shape.decode == (not pinned and all(len(row.tokens) == 1 for row in batch))
 
 
-@given(st.integers(1, 31), st.integers(1, 100), st.sampled_from([FINE, COARSE]))
+@given(st.integers(1, 31), st.integers(1, 31), st.integers(1, 32), st.sampled_from([FINE, COARSE]))
 @settings(max_examples=100, deadline=None)
-def test_steps_that_verify_drafts_have_few_tokens_and_declared_programs(drafts, count, grain):
-    served = shapes(drafts=drafts, grain=grain)
-    count = min(count, served.most_verified)
-    shape = served.verify(count, Features(), total_tokens=700)
-    assert count <= shape.rows <= served.most_verified
-    assert shape.rows * (drafts + 1) <= shape.tokens <= LOOSE_TOKENS
-    assert shape.drafts == drafts
-    assert shape in served.declare_all(Features())
+def test_steps_that_verify_drafts_have_few_tokens_and_declared_programs(most, drafts, rows, grain):
+    served = shapes(drafts=most, grain=grain)
+    drafts = min(drafts, served.most_drafts(rows))
+    shape = served.verify(rows, drafts, Features(), total_tokens=700)
+    assert rows <= shape.rows
+    assert drafts <= shape.drafts <= most
+    assert shape.rows * (shape.drafts + 1) <= shape.tokens <= LOOSE_TOKENS
+    declared = served.declare_all(Features())
+    assert shape in declared
+    assert shape in served.declare_all(Features(), rows=rows)
     assert shape not in shapes(grain=grain).declare_all(Features())
+    # No step of more rows, and few programs.
+    assert served.most_drafts(33) == 0
+    assert len([one for one in declared if one.drafts]) <= 21 * len(served.lengths)
+
+
+def test_fewer_drafts_run_in_smaller_programs_and_of_more_rows():
+    served = shapes(drafts=4, grain=COARSE)
+
+    def sizes(rows, drafts):
+        shape = served.verify(rows, drafts, Features(), total_tokens=64)
+        return shape.tokens, shape.rows, shape.drafts
+
+    assert [served.most_drafts(rows) for rows in (1, 12, 13, 21, 22, 32)] == [4, 4, 2, 2, 1, 1]
+    # One row has eight tokens at any rate, and a program for all of them.
+    assert sizes(1, 1) == sizes(1, 4) == (8, 1, 4)
+    assert [sizes(4, drafts) for drafts in (1, 2, 4)] == [(8, 4, 1), (16, 4, 2), (32, 4, 4)]
+    assert [sizes(12, drafts) for drafts in (1, 2, 4)] == [(32, 16, 1), (64, 16, 2), (64, 12, 4)]
+    assert sizes(32, 1) == (64, 32, 1)
+
+
+def test_a_program_of_more_drafts_stands_in_for_one_of_fewer():
+    served = shapes(drafts=4, grain=COARSE)
+    few, many = (served.verify(4, drafts, Features(), total_tokens=64) for drafts in (1, 4))
+    decode = served.choose(4, 4, Features(), total_tokens=64)
+    assert many.serves(few)
+    assert many.costs_like(few)
+    assert not few.serves(many)
+    assert not any(one.serves(decode) or decode.serves(one) for one in (few, many))
 
 
 def test_the_number_of_programs_is_bounded():
@@ -192,8 +222,8 @@ def test_every_number_of_masks_has_declared_programs_that_hold_them(rows, masks,
     first = served.choose(rows, each * rows, features, total_tokens=64)
     assert first.forward_only
     chosen = [first, served.sampler(first, features, masks)]
-    if not pinned and rows <= served.most_verified:
-        chosen.append(served.verify(rows, features, total_tokens=64, masks=masks))
+    if not pinned and (drafts := served.most_drafts(rows)):
+        chosen.append(served.verify(rows, drafts, features, total_tokens=64, masks=masks))
     for most in (None, rows):
         assert set(chosen) <= set(served.declare_all(features, rows=most))
     assert first.rows == chosen[1].rows

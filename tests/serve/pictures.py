@@ -86,6 +86,7 @@ def fake_stats():
                 accepted=(210, 90),
                 steps=180,
                 overlapped=160,
+                steps_by_drafts=(40, 140),
                 pauses=1,
                 is_paused=False,
             )

@@ -9,7 +9,7 @@ from jaxkv.engine.speculation.ngrams import NgramDrafter
 from jaxkv.engine.speculation.pace import Pace
 from jaxkv.engine.speculation.speculation import Speculation
 from jaxkv.models.protocol import Model
-from jaxkv.runner.step_shapes import StepShapes
+from jaxkv.runner.step_shapes import StepShapes, draft_counts
 
 
 def open_speculation(
@@ -47,18 +47,18 @@ def open_speculation(
             "speculation needs a model whose prompts can be computed in chunks, which this one's cannot; turn "
             "speculation off"
         )
-    if shapes.most_verified < 1:
+    if shapes.most_drafts(1) < config.tokens:
         raise ValueError(
             f"a step of at most {shapes.token_buckets[-1]} tokens does not hold {config.tokens} drafts and the token "
             f"before them; raise token_budget or lower SpeculationConfig.tokens"
         )
     if config.method != "ngram" and drafter is None:
         raise ValueError("an engine that drafts with a model is given it; make it by LLM")
-    pace = Pace(clock, adaptive=config.adaptive)
+    pace = Pace(clock, draft_counts(config.tokens), adaptive=config.adaptive)
     return Speculation(
         drafter or NgramDrafter(config.longest_ngram, config.shortest_ngram),
         config.tokens,
-        most_rows=lambda: shapes.most_verified,
+        most_drafts=shapes.most_drafts,
         pace=pace,
         drafts_next=lambda: shapes.drafter is not None,
     )

@@ -23,6 +23,7 @@ class SpeculationStats:
         accepted: per position, how many of them were accepted.
         steps: steps for which drafts were asked.
         overlapped: how many of them were sent before the step before was read, with drafts that the device made.
+        steps_by_drafts: steps that were read, by the most drafts of a row, from one on.
         pauses: how often drafting paused because a token took longer with drafts than without.
         is_paused: whether it pauses now.
     """
@@ -31,6 +32,7 @@ class SpeculationStats:
     accepted: tuple[int, ...]
     steps: int
     overlapped: int
+    steps_by_drafts: tuple[int, ...]
     pauses: int
     is_paused: bool
 
@@ -40,10 +42,16 @@ class SpeculationStats:
             f"{accepted / drafted:.0%}" if drafted else "-"
             for drafted, accepted in zip(self.drafted, self.accepted, strict=True)
         ]
+        used = ", ".join(
+            f"{steps:,} with {drafts}"
+            for drafts, steps in enumerate(self.steps_by_drafts, 1)
+            if steps
+        )
         state = "paused" if self.is_paused else "on"
         return (
             f"drafts are {state}: {sum(self.accepted):,} of {sum(self.drafted):,} accepted, by position "
-            f"{', '.join(shares)}; {self.steps:,} steps, {self.overlapped:,} overlapped, {self.pauses:,} pauses"
+            f"{', '.join(shares)}; {self.steps:,} steps, {self.overlapped:,} overlapped, by drafts of a row "
+            f"{used or '-'}; {self.pauses:,} pauses"
         )
 
 
@@ -53,8 +61,8 @@ class Speculation:
     Args:
         drafter: guesses the tokens.
         tokens: most drafts of a row.
-        most_rows: returns the most rows of a step that verifies drafts.
-        pace: decides when there are drafts.
+        most_drafts: returns the most drafts of each row that a step of so many rows verifies; 0 for none.
+        pace: decides how many drafts there are.
         drafts_next: returns whether such steps end with the next drafts, on the device.
 
     Attributes:
@@ -66,14 +74,14 @@ class Speculation:
         self,
         drafter: Drafter,
         tokens: int,
-        most_rows: Callable[[], int],
+        most_drafts: Callable[[int], int],
         pace: Pace,
         drafts_next: Callable[[], bool],
     ) -> None:
         self.drafter = drafter
-        self._tokens = tokens
-        self._most_rows, self._drafts_next = most_rows, drafts_next
+        self._most_drafts, self._drafts_next = most_drafts, drafts_next
         self._drafted, self._accepted = [0] * tokens, [0] * tokens
+        self._steps_by_drafts = [0] * tokens
         self._steps = self._overlapped = 0
         self.pace = pace
 
@@ -85,17 +93,14 @@ class Speculation:
             accepted=tuple(self._accepted),
             steps=self._steps,
             overlapped=self._overlapped,
+            steps_by_drafts=tuple(self._steps_by_drafts),
             pauses=self.pace.pauses,
             is_paused=self.pace.is_paused,
         )
 
     def is_active(self, running: Sequence[RequestState]) -> bool:
         """Whether the next step may verify drafts of these requests, so that it needs all their tokens on the host."""
-        return (
-            0 < len(running) <= self._most_rows()
-            and self.pace.may_draft(len(running))
-            and any(may_speculate(one) for one in running)
-        )
+        return self._count(running) > 0 and any(may_speculate(one) for one in running)
 
     def may_follow(self, running: Sequence[RequestState]) -> bool:
         """Whether the next step may take the drafts of these requests from the device, while it makes them.
@@ -104,8 +109,7 @@ class Speculation:
         """
         return (
             self._drafts_next()
-            and 0 < len(running) <= self._most_rows()
-            and self.pace.may_draft(len(running))
+            and self._count(running) > 0
             and all(_may_follow(one) for one in running)
         )
 
@@ -115,17 +119,14 @@ class Speculation:
         Drafts that the device has are 0.
         """
         drafts: list[tuple[int, ...]] = [()] * len(parts)
-        room = [self._room(part) for part in parts]
-        asked = [index for index, most in enumerate(room) if most > 0]
-        follows = any(part.sequence.unread_drafts for part in parts)
-        if any(part.count != 1 or not part.emits for part in parts) or not (
-            0 < len(parts) <= self._most_rows()
-        ):
-            self.pace.interrupt()
+        if any(part.count != 1 or not part.emits for part in parts):
             return drafts
-        rows = [part.sequence.number for part in parts]
-        length = sum([len(part.sequence.tokens) for part in parts])
-        if not ((self.pace.next_step(rows, length) or follows) and asked):
+        follows = any(part.sequence.unread_drafts for part in parts)
+        # Behind drafts that are not read yet, only such a step can follow.
+        most = self._count(parts) or int(follows)
+        room = [min(most, self._room(part)) for part in parts]
+        asked = [index for index, count in enumerate(room) if count > 0]
+        if not asked:
             return drafts
         self._steps += 1
         self._overlapped += follows
@@ -172,13 +173,30 @@ class Speculation:
         for position in range(drafted):
             self._drafted[position] += 1
             self._accepted[position] += position < accepted
+        self.pace.note(drafted, accepted)
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Measures a step of these parts, whose tokens were read."""
+        most = max([len(part.drafts) for part in parts])
+        if most:
+            self._steps_by_drafts[most - 1] += 1
+        if any(not part.count or part.emits != part.count for part in parts):
+            self.pace.interrupt()
+            return
+        rows = [part.sequence.number for part in parts]
+        length = sum([len(part.sequence.tokens) for part in parts])
+        self.pace.read(rows, length, most)
+
+    def _count(self, rows: Sequence[object]) -> int:
+        """Returns how many drafts each row of the next step has."""
+        return self.pace.choose(len(rows), self._most_drafts(len(rows)))
 
     def _room(self, part: Part) -> int:
         """Returns the most drafts of a part: the last token of a request follows no draft."""
         sequence = part.sequence
         if not may_speculate(sequence) or (sequence.pending and not sequence.drafts_on_device):
             return 0
-        return min(self._tokens, sequence.longest - len(sequence.tokens) - sequence.pending - 1)
+        return sequence.longest - len(sequence.tokens) - sequence.pending - 1
 
 
 def _may_follow(sequence: RequestState) -> bool:

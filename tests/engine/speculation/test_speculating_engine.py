@@ -166,9 +166,9 @@ def rows_in_flight_are_written_where_the_host_thinks(patch):
 @DEFECTS(AssertionError, scene=lambda: served_bits("dense", SAMPLINGS[:1], 0.6, **FOLLOWED))
 def texts_have_the_accepted_tokens_without_the_one_behind_them(patch):
     def make(write):
-        def short(choices, sampling, drafter, most):
+        def short(choices, sampling, drafter):
             lengths = choices["text_length"].at[sampling.state_ids].add(-1, mode="drop")
-            return write(choices | {"text_length": lengths}, sampling, drafter, most)
+            return write(choices | {"text_length": lengths}, sampling, drafter)
 
         return short
 

@@ -104,6 +104,7 @@ def test_metrics_count_what_was_served():
         assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1") == 90
         assert value("jaxkv:draft_steps_total") == 180
         assert value("jaxkv:draft_steps_overlapped_total") == 160
+        assert value("jaxkv:draft_steps_by_drafts_total", drafts="2") == 140
         assert value("jaxkv:drafts_paused") == 0
         assert value("jaxkv:programs") == stats["programs"]
         assert value("jaxkv:host_written_total") == stats["host"]["written"]
