@@ -11,6 +11,7 @@ from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.speculation.draft_model import DraftModel
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.draft_heads.head import DraftHead
 from jaxkv.models.draft_heads.load import head_of, load_head
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, load_config, load_params, resolve_dtype
@@ -63,24 +64,15 @@ def load_draft_model(
     """
     if config is None or config.method == "ngram":
         return None
-    bar = progress and sys.stderr.isatty()
     head = head_of(config, verifier)
     if head is None:
         model, params, dtype = _load_smaller(config, verifier, max_model_len, progress=progress)
     else:
         assert isinstance(verifier, Decoder), "others have no head"
-        if head.is_mtp and directory is None:
-            raise ValueError(
-                "mtp reads the model's own directory, and this model has none; make it by LLM(directory)"
-            )
-        if head.is_mtp:
-            fetch()
-        else:
-            directory = resolve_model(config.model, progress=progress)
-            fetch_weights(config.model, directory, progress=progress)
-        assert directory is not None, "it was checked or resolved"
+        folder = _directory_of(head, config, directory, fetch, progress=progress)
+        bar = progress and sys.stderr.isatty()
         with named_exhaustion("loading the head that drafts"):
-            model, params = load_head(head, directory, verifier.config, dtype=dtype, progress=bar)
+            model, params = load_head(head, folder, verifier.config, dtype=dtype, progress=bar)
     if model.whole_prompts:
         raise ValueError(
             "what drafts needs prompts that can be computed in chunks, which this model's or head's cannot; choose "
@@ -97,6 +89,27 @@ def load_draft_model(
     _refuse_states(layout)
     runner = ModelRunner(model, params, layout, budget.counts, Programs(strict=strict))
     return SequenceRunner(runner, max_tokens=max_model_len, max_rows=rows)
+
+
+def _directory_of(
+    head: DraftHead,
+    config: SpeculationConfig,
+    verifiers: Path | None,
+    fetch: Callable[[], None],
+    *,
+    progress: bool,
+) -> Path:
+    """Returns the directory that has a head's weights: its own, or for an MTP layer that of the verifying model."""
+    if not head.is_mtp:
+        directory = resolve_model(config.model, progress=progress)
+        fetch_weights(config.model, directory, progress=progress)
+        return directory
+    if verifiers is None:
+        raise ValueError(
+            "mtp reads the model's own directory, and this model has none; make it by LLM(directory)"
+        )
+    fetch()
+    return verifiers
 
 
 def _load_smaller(

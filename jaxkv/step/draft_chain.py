@@ -78,57 +78,89 @@ def draft_chain(
     ahead = 0 if head is None else AHEAD
     held = lengths - ahead
     drafts_fit = (held >= again) & (held + most - 1 <= capacity)
+    rows = _of_drafting(rows, drafts_fit)
     start = jnp.where(drafts_fit, held - again, 0)
-    columns = jnp.arange(again, dtype=jnp.int32)[None, :]
-    positions, count = start[:, None] + columns, lengths.shape[0]
+    batch = _end_of_text(rows, texts, start, drafts_fit, page_sizes, again=again, ahead=ahead)
+    if head is not None:
+        assert kept is not None, "a head reads what the verifying model keeps"
+        owner = jnp.repeat(jnp.arange(len(held), dtype=jnp.int32), again)
+        batch = replace(batch, hidden=head.projected(params, kept.at(owner, batch.positions)))
+    cache, last, first = _drawn(model, params, cache, batch, ahead)
+    drafts = first[:, None]
+    if most > 1:
+        decode = _first_step(rows, first, held, drafts_fit, page_sizes)
+        left = jnp.where(drafts_fit, most - 1, 0)
+
+        def advance(
+            state: tuple[Cache, Array], index: Int[Array, ""]
+        ) -> tuple[tuple[Cache, Array], Int[Array, " rows"]]:
+            cache, last = state
+            batch = batch_at(decode, index, index < left, page_sizes)
+            batch = batch if head is None else replace(batch, hidden=last)
+            cache, last, tokens = _drawn(model, params, cache, batch, ahead)
+            return (cache, last), tokens
+
+        steps = jnp.arange(most - 1, dtype=jnp.int32)
+        (cache, _), more = jax.lax.scan(advance, (cache, last), steps)
+        drafts = jnp.concatenate([drafts, more.T], axis=1)
+    return cache, jnp.where(drafts_fit[:, None], drafts, 0)
+
+
+def _of_drafting(rows: StepBatch, drafts_fit: Bool[Array, " rows"]) -> StepBatch:
+    """Returns the rows with entries out of range for those that do not draft, whose tokens are dropped."""
+    nowhere = NOWHERE + jnp.arange(len(drafts_fit), dtype=jnp.int32)
+    state_ids = jnp.where(drafts_fit, rows.sampling.state_ids, nowhere)
+    return replace(rows, sampling=replace(rows.sampling, state_ids=state_ids))
+
+
+def _end_of_text(
+    rows: StepBatch,
+    texts: Int[Array, "rows max_tokens"],
+    start: Int[Array, " rows"],
+    drafts_fit: Bool[Array, " rows"],
+    page_sizes: tuple[int, ...],
+    *,
+    again: int,
+    ahead: int,
+) -> StepBatch:
+    """Returns the batch of `again` positions of each row from `start` on; a row that does not draft writes nothing."""
+    count = start.shape[0]
+    positions = start[:, None] + jnp.arange(again, dtype=jnp.int32)[None, :]
     tokens = jnp.take_along_axis(texts, positions + ahead, axis=1).reshape(-1)
-    row = jnp.arange(count, dtype=jnp.int32)
-    owner, positions = jnp.repeat(row, again), positions.reshape(-1)
-    state_ids = jnp.where(drafts_fit, rows.sampling.state_ids, NOWHERE + row)
-    sampling = replace(rows.sampling, state_ids=state_ids, carry=jnp.zeros_like(lengths))
-    end_of_text = replace(
+    owner = jnp.repeat(jnp.arange(count, dtype=jnp.int32), again)
+    positions = positions.reshape(-1)
+    return replace(
         rows,
         tokens=tokens,
         positions=positions,
         cu_q_lens=jnp.arange(count + 1, dtype=jnp.int32) * again,
-        # A row that does not draft writes nothing, and its token is dropped.
         seq_lens=start + again,
         paged=_with_slots(rows, owner, positions, drafts_fit[owner], page_sizes),
-        sampling=sampling,
+        sampling=replace(rows.sampling, carry=jnp.zeros_like(start)),
         decode=False,
     )
-    if head is not None:
-        assert kept is not None, "a head reads what the verifying model keeps"
-        hidden = head.projected(params, kept.at(owner, positions))
-        end_of_text = replace(end_of_text, hidden=hidden)
-    cache, last, first = _drawn(model, params, cache, end_of_text, ahead)
-    drafts = first[:, None]
-    if most == 1:
-        return cache, jnp.where(drafts_fit[:, None], drafts, 0)
-    decode = replace(
+
+
+def _first_step(
+    rows: StepBatch,
+    tokens: Int[Array, " rows"],
+    held: Int[Array, " rows"],
+    drafts_fit: Bool[Array, " rows"],
+    page_sizes: tuple[int, ...],
+) -> StepBatch:
+    """Returns the batch of the step behind the first draft, at position `held` of each row."""
+    count = held.shape[0]
+    row = jnp.arange(count, dtype=jnp.int32)
+    return replace(
         rows,
-        tokens=first,
+        tokens=tokens,
         positions=jnp.where(drafts_fit, held, 0),
         cu_q_lens=jnp.arange(count + 1, dtype=jnp.int32),
         seq_lens=jnp.where(drafts_fit, held + 1, 0),
         paged=_with_slots(rows, row, held, drafts_fit, page_sizes),
-        sampling=replace(sampling, carry=jnp.ones_like(lengths)),
+        sampling=replace(rows.sampling, carry=jnp.ones_like(held)),
         decode=True,
     )
-    left = jnp.where(drafts_fit, most - 1, 0)
-
-    def advance(
-        state: tuple[Cache, Array], index: Int[Array, ""]
-    ) -> tuple[tuple[Cache, Array], Int[Array, " rows"]]:
-        cache, last = state
-        batch = batch_at(decode, index, index < left, page_sizes)
-        batch = batch if head is None else replace(batch, hidden=last)
-        cache, last, tokens = _drawn(model, params, cache, batch, ahead)
-        return (cache, last), tokens
-
-    (cache, _), more = jax.lax.scan(advance, (cache, last), jnp.arange(most - 1, dtype=jnp.int32))
-    drafts = jnp.concatenate([drafts, more.T], axis=1)
-    return cache, jnp.where(drafts_fit[:, None], drafts, 0)
 
 
 def _drawn(

@@ -145,6 +145,9 @@ def test_drafts_reach_the_engine_process():
     start = command._start(command_options(["--draft-model", "folder"]))
     drafted = EngineConfig(**start.engine).speculation
     assert drafted == SpeculationConfig(method="draft_model", model="folder")
+    given = ["--speculation", "eagle3", "--draft-model", "folder"]
+    drafted = EngineConfig(**command._start(command_options(given)).engine).speculation
+    assert drafted == SpeculationConfig(method="eagle3", model="folder")
 
 
 def test_what_differs_from_the_defaults_is_sent_to_the_engine():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig
 from jaxkv.models.draft_heads import load
+from jaxkv.plan import explain_plan
 from jaxkv.runner.draft_programs import HiddenPool, PutDraftsSpec
 from jaxkv.step.draft_chain import KeptHidden
 
 pytest.importorskip("torch")
 made = pytest.importorskip("tests.models.draft_heads.checkpoints")
 copycats = pytest.importorskip("tests.models.draft_heads.copycats")
+mtp_cases = pytest.importorskip("tests.models.draft_heads.mtp_cases")
 
 pytestmark = pytest.mark.torch
 
@@ -118,15 +121,31 @@ def test_drawn_tokens_and_log_probabilities_are_those_without_drafts(knowing, me
         assert llm.stats().compiled_late == 0
 
 
-def test_drafts_are_those_of_the_definition(tmp_path, monkeypatch):
-    """A random head, which is seldom right, drafts behind each verified step what its definition says."""
-    model, tensors = made.llama(tmp_path / "model"), made.eagle3_tensors(3, drafted=120)
-    config = made.save_eagle3(tmp_path / "head", tensors, draft_vocab_size=120)
+def random_head(name, folder):
+    """Writes a model and a random head, which is seldom right; returns its definition and the options."""
+    if name != "eagle3":
+        definition = mtp_cases.CASES[name].save(folder)
+        return definition, SpeculationConfig(method="mtp", tokens=3, adaptive=False)
+    model, tensors = made.llama(folder), made.eagle3_tensors(3, drafted=120)
+    config = made.save_eagle3(folder / "head", tensors, draft_vocab_size=120)
     embed = model.model.model.embed_tokens.weight.detach().numpy()
     definition = made.Eagle3(tensors, config, model, embed, reads=(2, 2, 1))
-    speculation = SpeculationConfig(
-        method="eagle3", model=tmp_path / "head", tokens=3, adaptive=False
+    return definition, SpeculationConfig(
+        method="eagle3", model=folder / "head", tokens=3, adaptive=False
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eagle3",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("deepseek-v3", "glm-4.5")),
+    ],
+)
+def test_drafts_are_those_of_the_definition(name, tmp_path, monkeypatch):
+    """Behind each verified step, and so do the tokens."""
+    definition, speculation = random_head(name, tmp_path / "model")
+    model = definition.verifier
     seen = []
     with llm_of(tmp_path / "model", speculation) as llm:
         runner = llm.engine.runner
@@ -181,6 +200,16 @@ def test_another_norm_makes_wrong_drafts(knowing, monkeypatch):
 
     monkeypatch.setattr(load, "read_mtp", before_the_norm)
     assert right_with(knowing, "mtp") < 0.7
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plan_has_the_hidden_states_and_names_the_head(knowing, method):
+    folder, _, speculation = knowing[method]
+    plan = partial(explain_plan, folder, dtype="auto", max_model_len=128, free_bytes=None)
+    text = plan(cache=CacheConfig(), engine=EngineConfig(speculation=speculation))
+    assert "hidden_states" in text
+    assert f"{speculation.model or 'the layer that predicts further tokens'} drafts" in text
+    assert "hidden_states" not in plan(cache=CacheConfig())
 
 
 def test_slots_follow_the_page_table():

@@ -17,42 +17,11 @@ from tests.models.driver import Driver
 pytest.importorskip("torch")
 made = pytest.importorskip("tests.models.draft_heads.checkpoints")
 cases = pytest.importorskip("tests.models.families.cases")
-hybrid = pytest.importorskip("tests.models.families.hybrid_cases")
-latent = pytest.importorskip("tests.models.families.latent_cases")
+mtp_cases = pytest.importorskip("tests.models.draft_heads.mtp_cases")
 
 pytestmark = pytest.mark.torch
 
 TOLERANCE = 1e-4
-AFTER_LAST = ("model.layers.{after}.", "model.layers.{after}.")
-DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-
-
-def longer(case, **options):
-    return replace(case, options=case.options | options)
-
-
-MTP = {
-    "deepseek-v3": made.MtpCase(
-        longer(latent.CASES["v3"], num_hidden_layers=3), *AFTER_LAST, DEEPSEEK
-    ),
-    "glm-4.5": made.MtpCase(
-        longer(cases.CASES["glm4-moe"], num_hidden_layers=3),
-        *AFTER_LAST,
-        DEEPSEEK,
-        num_nextn_predict_layers=1,
-    ),
-    "qwen3-next": made.MtpCase(
-        longer(
-            hybrid.CASES["qwen3-next"],
-            num_hidden_layers=3,
-            layer_types=["linear_attention", "full_attention", "full_attention"],
-        ),
-        "mtp.",
-        "mtp.layers.0.",
-        QWEN,
-    ),
-}
 EAGLE = {
     "eagle3": {},
     "eagle3-some-ids": {"drafted": 120},
@@ -60,12 +29,12 @@ EAGLE = {
 }
 
 
-@pytest.fixture(scope="module", params=[*EAGLE, *MTP])
+@pytest.fixture(scope="module", params=[*EAGLE, *mtp_cases.CASES])
 def head(request, tmp_path_factory):
     """The definition of a head, and ours with its parameters, read from files."""
     folder = tmp_path_factory.mktemp("heads") / request.param
-    if request.param in MTP:
-        definition = MTP[request.param].save(folder)
+    if request.param in mtp_cases.CASES:
+        definition = mtp_cases.CASES[request.param].save(folder)
         verifier, own = build_model(load_config(folder)), folder
         ours = read_mtp(verifier)
     else:
