@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.grouped_bars import grouped_bars
 from benchmarks.record import RECORDS, Record, load_record
-from jaxkv.bench.plots.charts import Bars, Span
+from jaxkv.bench.plots.charts import Bars
 from jaxkv.bench.plots.svg import as_svg_file
 
 FORMS = {
@@ -28,32 +29,15 @@ def step_chart(record: Record) -> Bars:
     Raises:
         ValueError: the record has no row of one of `FORMS`.
     """
-    names = list(FORMS)
-    if missing := set(names) - {row.get("cache") for row in record.rows}:
+    if missing := set(FORMS) - {row.get("cache") for row in record.rows}:
         raise ValueError(f"record {record.name} has no row of {sorted(missing)}")
-    batches = list(dict.fromkeys((row["batch"], row["context"]) for row in record.rows))
-    # An empty row stands between two batches.
-    stride = len(names) + 1
-    spans = []
+    groups: dict[str, dict[str, float]] = {}
     for row in record.rows:
-        if row["cache"] not in FORMS:
-            continue
-        kind, milliseconds = names.index(row["cache"]), float(row["ms_per_step"])
-        at = stride * batches.index((row["batch"], row["context"])) + kind
-        label = f"{milliseconds:#.3g}"
-        spans.append(Span(row=at, begin=0.0, end=milliseconds, kind=kind, label=label))
-    return Bars(
-        title=f"A decode step of Llama-3.1-8B's shape, rows x prompt tokens, {record.device}",
-        x_label="milliseconds per step",
-        y_label="",
-        kinds=tuple(FORMS.values()),
-        spans=tuple(spans),
-        rows=stride * len(batches) - 1,
-        row_labels=tuple(
-            (stride * index + len(names) / 2, f"{batch} x {context}")
-            for index, (batch, context) in enumerate(batches)
-        ),
-    )
+        if row["cache"] in FORMS:
+            group = groups.setdefault(f"{row['batch']} x {row['context']}", {})
+            group[FORMS[row["cache"]]] = row["ms_per_step"]
+    title = f"A decode step of Llama-3.1-8B's shape, rows x prompt tokens, {record.device}"
+    return grouped_bars(title, "milliseconds per step", groups)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
