@@ -11,6 +11,7 @@ from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.speculation.draft_model import DraftModel
 from jaxkv.memory import named_exhaustion
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.draft_heads.eagle3 import names_eagle3
 from jaxkv.models.draft_heads.head import DraftHead
 from jaxkv.models.draft_heads.load import head_of, load_head
 from jaxkv.models.protocol import Model, Params
@@ -121,6 +122,8 @@ def _load_smaller(
             f"draft_model is supported for a Decoder on one device, got a {type(verifier).__name__}; use ngram"
         )
     directory = resolve_model(config.model, progress=progress)
+    if names_eagle3(directory):
+        raise ValueError(f'{config.model} is an EAGLE-3 head; give method="eagle3" with it')
     keys = load_config(directory)
     dtype = resolve_dtype("auto", keys.dtype)
     model = build_model(keys).limited(min(max_model_len, keys.max_positions))

@@ -62,6 +62,11 @@ def read_eagle3(directory: Path, verifier: Decoder) -> DraftHead:
     )
 
 
+def names_eagle3(directory: Path) -> bool:
+    """Whether config.json of a directory names an EAGLE-3 head."""
+    return read_config_json(existing_directory(directory)).get("architectures") == [_ARCHITECTURE]
+
+
 def _read(
     keys: ConfigJson, verifier: ModelConfig, raw: Mapping[str, object]
 ) -> tuple[ModelConfig, int, tuple[int, ...], int]:

@@ -99,17 +99,9 @@ class DraftHead:
 
     def init_params(self, key: PRNGKeyArray, dtype: DTypeLike) -> Params:
         """Returns random parameters in `dtype`; norm weights are ones, and the ids that it drafts are the first."""
-        types = self.param_shapes(dtype)
-        leaves, tree = jax.tree.flatten(types)
-        drawn = [
-            jax.random.normal(jax.random.fold_in(key, at), leaf.shape, leaf.dtype) * 0.02
-            if len(leaf.shape) > 1
-            else jnp.arange(*leaf.shape, dtype=leaf.dtype)
-            if leaf.dtype == jnp.int32
-            else jnp.ones(leaf.shape, leaf.dtype)
-            for at, leaf in enumerate(leaves)
-        ]
-        return tree.unflatten(drawn)
+        leaves, tree = jax.tree.flatten(self.param_shapes(dtype))
+        keys = jax.random.split(key, len(leaves))
+        return tree.unflatten(map(_made, keys, leaves))
 
     def param_shapes(self, dtype: DTypeLike) -> Params:
         """Returns the tree of its parameters as `jax.ShapeDtypeStruct`s, those of the verifying model included."""
@@ -177,3 +169,12 @@ class DraftHead:
 
     def _linear(self, weight: Any, x: Float[Array, "tokens in"]) -> Array:  # noqa: ANN401 - an array
         return linear(weight, x, implementation=self.implementation)
+
+
+def _made(key: PRNGKeyArray, leaf: jax.ShapeDtypeStruct) -> Array:
+    """Returns a random parameter: a matrix, the weight of a norm, or places of ids."""
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return jnp.arange(leaf.size, dtype=leaf.dtype)
+    if len(leaf.shape) == 1:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    return jax.random.normal(key, leaf.shape, leaf.dtype) * 0.02

@@ -14,16 +14,18 @@ from jaxkv.models.draft_heads import load
 from jaxkv.plan import explain_plan
 from jaxkv.runner.draft_programs import HiddenPool, PutDraftsSpec
 from jaxkv.step.draft_chain import KeptHidden
+from tests.models.draft_heads import copycats, eagle3_files
 
 pytest.importorskip("torch")
 made = pytest.importorskip("tests.models.draft_heads.checkpoints")
-copycats = pytest.importorskip("tests.models.draft_heads.copycats")
+glm_copycat = pytest.importorskip("tests.models.draft_heads.glm_copycat")
 mtp_cases = pytest.importorskip("tests.models.draft_heads.mtp_cases")
+transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.torch
 
 DRAW = np.random.default_rng(4)
-PROMPTS = [DRAW.integers(0, made.VOCAB, size).tolist() for size in (45, 1, 20)]
+PROMPTS = [DRAW.integers(0, eagle3_files.VOCAB, size).tolist() for size in (45, 1, 20)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = SamplingParams(
     temperature=0.8, top_p=0.9, seed=4, logprobs=2, max_tokens=40, ignore_eos=True
@@ -35,10 +37,12 @@ FEW_BYTES = {"eagle3": 560_000, "mtp": 270_000}
 
 @pytest.fixture(scope="module")
 def knowing(tmp_path_factory):
-    """Method -> a directory of `copycats`, its model, and the options of who drafts for it."""
+    """Method -> directory of a model as `copycats` has it, the model of Transformers, and the options of its head."""
     folder = tmp_path_factory.mktemp("knowing")
-    llama, glm = copycats.llama(folder / "llama"), copycats.glm_with_mtp(folder / "glm")
+    copycats.llama(folder / "llama")
     copycats.eagle3(folder / "head", folder / "llama")
+    llama = made.Verifier(transformers.LlamaForCausalLM.from_pretrained(folder / "llama").double())
+    glm = glm_copycat.glm_with_mtp(folder / "glm")
     options = {"tokens": 3, "adaptive": False}
     eagle3 = SpeculationConfig(method="eagle3", model=folder / "head", **options)
     mtp = SpeculationConfig(method="deepseek_mtp", **options)
@@ -126,8 +130,8 @@ def random_head(name, folder):
     if name != "eagle3":
         definition = mtp_cases.CASES[name].save(folder)
         return definition, SpeculationConfig(method="mtp", tokens=3, adaptive=False)
-    model, tensors = made.llama(folder), made.eagle3_tensors(3, drafted=120)
-    config = made.save_eagle3(folder / "head", tensors, draft_vocab_size=120)
+    model, tensors = made.llama(folder), eagle3_files.eagle3_tensors(3, drafted=120)
+    config = eagle3_files.save_eagle3(folder / "head", tensors, draft_vocab_size=120)
     embed = model.model.model.embed_tokens.weight.detach().numpy()
     definition = made.Eagle3(tensors, config, model, embed, reads=(2, 2, 1))
     return definition, SpeculationConfig(
@@ -257,6 +261,12 @@ def test_heads_that_do_not_fit_are_refused(knowing, tmp_path, what):
     head = changed(speculation.model, tmp_path / "head", tensors=tensors, **config)
     with pytest.raises(ValueError, match=message):
         llm_of(folder, replace(speculation, model=str(head)))
+
+
+def test_a_head_given_as_a_smaller_model_is_refused(knowing):
+    folder, _, speculation = knowing["eagle3"]
+    with pytest.raises(ValueError, match='is an EAGLE-3 head; give method="eagle3" with it'):
+        llm_of(folder, replace(speculation, method="draft_model"))
 
 
 def test_models_without_such_layers_are_refused(knowing, tmp_path):

@@ -1,4 +1,4 @@
-"""Models whose next token depends on the last two, and heads that know it, so that all their drafts are right.
+"""A model whose next token depends on the last two, and an EAGLE-3 head that knows it, so all its drafts are right.
 
 A token's embedding has a code of -1s and 1s and a constant. The first layer attends to the token before and puts its
 code beside; no other layer adds anything. The logits are a random function of both codes. A head gets the code of the
@@ -6,151 +6,132 @@ token before from the hidden state, so a wrong hidden state or a wrong norm make
 """
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 
-from tests.models.draft_heads.checkpoints import SMALL, VOCAB, WIDTH, Verifier, save_eagle3
-from tests.models.families.cases import Case
+from tests.models.draft_heads.eagle3_files import SMALL, save_eagle3
 
-CODE, CONSTANT, HEADS = 24, 4.0, 4
-HEAD_DIM = WIDTH // HEADS
-DRAFTED = 160
-_SHAPE = SMALL | {"num_key_value_heads": HEADS}
-# Roots of mean squares: of an embedding, whose components are the code and the constant, and of both codes with it.
-_ONE_CODE, _TWO_CODES = (np.sqrt((codes * CODE + CONSTANT**2) / WIDTH) for codes in (1, 2))
+CODE, CONSTANT = 24, 4.0
 
 
-def llama(folder):
-    """Writes the model as a Llama of four layers, and returns it."""
-    model = _knowing(Case("Llama", {"num_hidden_layers": 4}, shape=_SHAPE))
-    model.save_pretrained(folder)
-    return Verifier(model)
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model; `drafted` of the ids are chosen often, which are those that the head can draft."""
+
+    width: int = SMALL["hidden_size"]
+    heads: int = 4
+    ffn: int = SMALL["intermediate_size"]
+    vocab: int = SMALL["vocab_size"]
+    drafted: int = 160
+    layers: int = 4
+
+    @property
+    def head_dim(self):
+        return self.width // self.heads
+
+    def rms(self, codes):
+        """Returns the root of the mean square of so many codes and the constant."""
+        return np.sqrt((codes * CODE + CONSTANT**2) / self.width)
+
+    def config(self):
+        return SMALL | {
+            "vocab_size": self.vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.ffn,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+        }
 
 
-def eagle3(folder, model):
-    """Writes an EAGLE-3 head of the model in a directory; it cannot draft some of the ids, which are rarely chosen."""
-    stored = load_file(model / "model.safetensors")
-    draw = np.random.default_rng(8)
-    beside, of_hidden = (np.exp(draw.uniform(-1, 1, WIDTH)) for _ in range(2))
+def arrays_of(sizes, rotary):
+    """Returns embedding, final norm, output head, and the projections of the first attention by name."""
+    draw, code = np.random.default_rng(7), np.arange(CODE)
+    embed, head = np.zeros((2, sizes.vocab, sizes.width))
+    embed[:, :CODE] = draw.choice((-1.0, 1.0), (sizes.vocab, CODE))
+    embed[:, -1] = CONSTANT
+    head[: sizes.drafted, : 2 * CODE] = 0.3 * draw.standard_normal((sizes.drafted, 2 * CODE))
+    query, key, value, out = np.zeros((4, sizes.width, sizes.width))
+    for weight, distance in ((query, 0), (key, 1)):
+        weight[:, -1] = facing(distance, sizes, rotary) * sizes.rms(1)
+    value[code, code] = sizes.rms(1)
+    out[CODE + code, code] = 1
+    norm = np.exp(draw.uniform(-1, 1, sizes.width))
+    return embed, norm, head, {"q": query, "k": key, "v": value, "o": out}
+
+
+def facing(distance, sizes, rotary):
+    """Returns queries (distance 0) or keys of all heads; rotation lets a query see the key at this distance best."""
+    half = rotary // 2
+    angles = distance * 10000.0 ** (-np.arange(half) / half)
+    vector = np.zeros(sizes.head_dim)
+    vector[:half], vector[half:rotary] = np.cos(angles), np.sin(angles)
+    return np.tile(24.0 / CONSTANT * vector, sizes.heads)
+
+
+def llama(folder, sizes=Sizes(), **config):
+    """Writes the model as a Llama; `config` has further keys."""
+    folder.mkdir(parents=True)
+    embed, norm, head, projections = arrays_of(sizes, sizes.head_dim)
     tensors = {
-        "fc.weight": np.tile(np.eye(WIDTH) / 3, 3),
+        "model.embed_tokens.weight": embed,
+        "model.norm.weight": norm,
+        "lm_head.weight": head,
+    }
+    shapes = {"gate": (sizes.ffn, sizes.width), "up": (sizes.ffn, sizes.width)}
+    shapes["down"] = sizes.width, sizes.ffn
+    for layer in range(sizes.layers):
+        parts = {f"mlp.{name}_proj": np.zeros(shape) for name, shape in shapes.items()}
+        for name, weight in projections.items():
+            parts[f"self_attn.{name}_proj"] = weight * (layer == 0)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            parts[name] = np.ones(sizes.width)
+        tensors |= {f"model.layers.{layer}.{name}.weight": one for name, one in parts.items()}
+    keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
+    keys |= sizes.config() | {"num_hidden_layers": sizes.layers, "torch_dtype": "float32"} | config
+    (folder / "config.json").write_text(json.dumps(keys))
+    save_file(_in_float32(tensors), folder / "model.safetensors")
+
+
+def eagle3(folder, model, sizes=Sizes()):
+    """Writes the head of the model in a directory."""
+    stored, width = load_file(model / "model.safetensors"), sizes.width
+    draw = np.random.default_rng(8)
+    beside, of_hidden = np.exp(draw.uniform(-1, 1, (2, width)))
+    tensors = {
+        "fc.weight": np.tile(np.eye(width) / 3, 3),
         "norm.weight": stored["model.norm.weight"],
-        "lm_head.weight": stored["lm_head.weight"][:DRAFTED],
+        "lm_head.weight": stored["lm_head.weight"][: sizes.drafted],
         "midlayer.input_layernorm.weight": beside,
         "midlayer.hidden_norm.weight": of_hidden,
-        "midlayer.post_attention_layernorm.weight": np.ones(WIDTH),
-        "d2t": np.zeros(DRAFTED, np.int64),
-        "t2d": np.arange(VOCAB) < DRAFTED,
+        "midlayer.post_attention_layernorm.weight": np.ones(width),
+        "d2t": np.zeros(sizes.drafted, np.int64),
+        "t2d": np.arange(sizes.vocab) < sizes.drafted,
     }
-    query, key, value, out = np.zeros((4, WIDTH, 2 * WIDTH))
-    last = WIDTH - 1
-    for weight, direction in ((query, _at(0)), (key, _at(0))):
-        weight[:, last] = np.tile(direction, HEADS) * _ONE_CODE / beside[last]
-    code, other = np.arange(CODE), WIDTH + np.arange(CODE)
+    query, key, value = np.zeros((3, width, 2 * width))
+    query[:, width - 1] = key[:, width - 1] = (
+        facing(0, sizes, sizes.head_dim) * sizes.rms(1) / beside[-1]
+    )
+    code, both = np.arange(CODE), np.arange(2 * CODE)
     # The stream has the codes of tokens t and t - 1, and gets those of t + 1 and t.
-    value[code, code] = _ONE_CODE / beside[:CODE]
-    value[code, other] = -_TWO_CODES / of_hidden[:CODE]
-    value[CODE + code, other] = _TWO_CODES / of_hidden[:CODE]
-    value[CODE + code, CODE + other] = -_TWO_CODES / of_hidden[CODE : 2 * CODE]
-    both = np.arange(2 * CODE)
+    value[code, code] = sizes.rms(1) / beside[:CODE]
+    value[CODE + code, width + code] = sizes.rms(2) / of_hidden[:CODE]
+    value[both, width + both] -= sizes.rms(2) / of_hidden[both]
+    out = np.zeros((width, width))
     out[both, both] = 1
-    projections = {"q": query, "k": key, "v": value, "o": out[:, :WIDTH]}
-    tensors |= {f"midlayer.self_attn.{name}_proj.weight": one for name, one in projections.items()}
-    shapes = {"gate": (96, WIDTH), "up": (96, WIDTH), "down": (WIDTH, 96)}
-    tensors |= {f"midlayer.mlp.{name}_proj.weight": np.zeros(one) for name, one in shapes.items()}
-    floats = {
+    for name, weight in {"q": query, "k": key, "v": value, "o": out}.items():
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = weight
+    shapes = {"gate": (sizes.ffn, width), "up": (sizes.ffn, width), "down": (width, sizes.ffn)}
+    for name, shape in shapes.items():
+        tensors[f"midlayer.mlp.{name}_proj.weight"] = np.zeros(shape)
+    config = sizes.config() | {"draft_vocab_size": sizes.drafted}
+    save_eagle3(folder, _in_float32(tensors), **config)
+
+
+def _in_float32(tensors):
+    """Returns the tensors with floats of 32 bits."""
+    return {
         name: value.astype(np.float32) if value.dtype.kind == "f" else value
         for name, value in tensors.items()
     }
-    save_eagle3(folder, floats, draft_vocab_size=DRAFTED, num_key_value_heads=HEADS)
-
-
-def glm_with_mtp(folder):
-    """Writes the model as a GLM-4.5 of two layers, with a layer behind them that predicts further tokens.
-
-    Returns the model.
-    """
-    options = {
-        "num_hidden_layers": 3,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": HEAD_DIM,
-    }
-    model = _knowing(Case("Glm4Moe", options, shape=_SHAPE))
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    draw = np.random.default_rng(9)
-    beside, of_hidden = (np.exp(draw.uniform(-1, 1, WIDTH)) for _ in range(2))
-    final = tensors["model.norm.weight"].astype(np.float64)
-    # What the final norm makes of codes of 1s and of the constant.
-    normed = final * np.where(np.arange(WIDTH) < 2 * CODE, 1.0, 0.0) / _TWO_CODES
-    normed[-1] = final[-1] * CONSTANT / _TWO_CODES
-    square = (normed**2).sum()
-    join, code = np.zeros((WIDTH, 2 * WIDTH)), np.arange(CODE)
-    join[code, code] = _ONE_CODE / beside[:CODE]
-    join[-1, WIDTH - 1] = _ONE_CODE / beside[-1]
-    join[CODE + code, WIDTH + code] = np.sqrt(square / WIDTH) / (of_hidden * normed)[:CODE]
-    own = {"enorm": beside, "hnorm": of_hidden, "eh_proj": join, "shared_head.norm": final}
-    for name, value in own.items():
-        tensors[f"model.layers.2.{name}.weight"] = value.astype(np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    if config.get("mlp_layer_types"):
-        config["mlp_layer_types"] = config["mlp_layer_types"][:2]
-    (folder / "config.json").write_text(json.dumps(config))
-    # Its third layer adds nothing.
-    return Verifier(model)
-
-
-def _knowing(case):
-    """Returns a model of Transformers of which only embedding, first attention, final norm and head do anything."""
-    model = case.build()
-    draw = np.random.default_rng(7)
-    embed = np.zeros((VOCAB, WIDTH))
-    embed[:, :CODE] = draw.choice((-1.0, 1.0), (VOCAB, CODE))
-    embed[:, -1] = CONSTANT
-    head = np.zeros((VOCAB, WIDTH))
-    head[:DRAFTED, : 2 * CODE] = 0.3 * draw.standard_normal((DRAFTED, 2 * CODE))
-    partial = getattr(model.config, "rope_parameters", None) or {}
-    rotary = int(HEAD_DIM * partial.get("partial_rotary_factor", 1.0))
-    value, out = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, WIDTH))
-    code = np.arange(CODE)
-    value[code, code] = _ONE_CODE
-    out[CODE + code, code] = 1
-    query, key = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, WIDTH))
-    query[:, -1], key[:, -1] = (
-        np.tile(_at(distance, rotary), HEADS) * _ONE_CODE for distance in (0, 1)
-    )
-    first = model.model.layers[0].self_attn
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                weight.zero_()
-            if "layernorm" in name:
-                weight.fill_(1)
-        values = {
-            first.q_proj.weight: query,
-            first.k_proj.weight: key,
-            first.v_proj.weight: value,
-            first.o_proj.weight: out,
-            model.model.embed_tokens.weight: embed,
-            model.model.norm.weight: np.exp(draw.uniform(-1, 1, WIDTH)),
-            model.lm_head.weight: head,
-        }
-        for weight, wanted in values.items():
-            weight.copy_(torch.tensor(wanted))
-    return model
-
-
-def _at(distance, rotary=HEAD_DIM):
-    """Returns a head's query (distance 0) or key, of which a query sees the key at this distance best, by rotation."""
-    half = rotary // 2
-    angles = distance * 10000.0 ** (-np.arange(half) / half)
-    vector = np.zeros(HEAD_DIM)
-    vector[:half], vector[half:rotary] = np.cos(angles), np.sin(angles)
-    return 24.0 / CONSTANT * vector

@@ -12,6 +12,7 @@ from jaxkv.models.draft_heads.eagle3 import read_eagle3
 from jaxkv.models.draft_heads.load import joined, load_head
 from jaxkv.models.draft_heads.mtp import read_mtp
 from jaxkv.models.registry import build_model, load_config, load_params
+from tests.models.draft_heads import eagle3_files
 from tests.models.driver import Driver
 
 pytest.importorskip("torch")
@@ -40,14 +41,17 @@ def head(request, tmp_path_factory):
     else:
         options = EAGLE[request.param]
         theirs, own = made.llama(folder), folder / "head"
-        tensors = made.eagle3_tensors(3, **options)
-        width, drafted = options.get("width", made.WIDTH), options.get("drafted", made.VOCAB)
-        config = made.save_eagle3(
+        tensors = eagle3_files.eagle3_tensors(3, **options)
+        width, drafted = (
+            options.get("width", eagle3_files.WIDTH),
+            options.get("drafted", eagle3_files.VOCAB),
+        )
+        config = eagle3_files.save_eagle3(
             own,
             tensors,
             hidden_size=width,
             draft_vocab_size=drafted,
-            **({"target_hidden_size": made.WIDTH} if width != made.WIDTH else {}),
+            **({"target_hidden_size": eagle3_files.WIDTH} if width != eagle3_files.WIDTH else {}),
         )
         embed = theirs.model.model.embed_tokens.weight.detach().numpy()
         definition = made.Eagle3(tensors, config, theirs, embed, reads=(2, 2, 1))
@@ -76,12 +80,12 @@ def step(driver, tokens, hidden, *, decode=False):
 
 def test_a_text_and_a_chain_behind_it_have_the_logits_of_the_definition(head):
     definition, model, params = head
-    text = np.random.default_rng(5).integers(0, made.VOCAB, 30).tolist()
+    text = np.random.default_rng(5).integers(0, eagle3_files.VOCAB, 30).tolist()
     kept = definition.kept(text[:-1])
     wanted_hidden, wanted = definition.run(text[1:], definition.projected(kept))
     drafts, chain = definition.chain(text, 4)
     can_draft = np.isfinite(wanted[0])
-    assert can_draft.sum() == (model.draft_vocab or made.VOCAB)
+    assert can_draft.sum() == (model.draft_vocab or eagle3_files.VOCAB)
     assert np.std(wanted[:, can_draft]) > 0.3
 
     driver = Driver(model, params)
