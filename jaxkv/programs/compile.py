@@ -18,6 +18,7 @@ from jaxkv.programs.fingerprint import name_traced, one_device
 from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS
 from jaxkv.programs.lowering import Lowering, argument_types, trace
 from jaxkv.programs.store import ProgramFile, StoredProgram, Structure, open_store
+from pallas_kernels.lowering import quick_lowering
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
     }
     traced = trace(name, lowering)
     file = _file_of(name, lowering, traced, options)
-    lowered = None if file is not None and file.exists else traced.lower()
+    lowered = None if file is not None and file.exists else _lowered(traced)
     host_seconds = time.perf_counter() - start
 
     def finish() -> Built:
@@ -78,7 +79,7 @@ def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
         stored = file.load(traced) if file is not None and lowered is None else None
         loaded, hits = stored is not None, _EVENTS.hits_of_thread()
         if stored is None:
-            compiled = (lowered or traced.lower()).compile(compiler_options=options)
+            compiled = (lowered or _lowered(traced)).compile(compiler_options=options)
             stored = StoredProgram(
                 compiled, audit(compiled, cache_argument=lowering.cache_argument)
             )
@@ -95,6 +96,11 @@ def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
         return Built(stored.compiled, stored.report, seconds, host_seconds, loaded)
 
     return finish
+
+
+def _lowered(traced: jax.stages.Traced) -> jax.stages.Lowered:
+    with quick_lowering():
+        return traced.lower()
 
 
 def load_build(file: ProgramFile, arguments: Structure, results: Structure) -> Built:
