@@ -1,17 +1,23 @@
 """Heads compute what their published definitions do: a step over a text, and the chain behind it."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.models.draft_heads.eagle3 import read_eagle3
-from jaxkv.models.draft_heads.load import joined, load_head
+from jaxkv.models.draft_heads.load import head_of, joined, load_head
 from jaxkv.models.draft_heads.mtp import read_mtp
 from jaxkv.models.registry import build_model, load_config, load_params
+from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 from tests.models.draft_heads import eagle3_files
 from tests.models.driver import Driver
 
@@ -99,3 +105,60 @@ def test_a_text_and_a_chain_behind_it_have_the_logits_of_the_definition(head):
     for draft, later in zip(drafts, chain[1:], strict=False):
         hidden, logits = step(driver, [draft], hidden[-1:], decode=True)
         assert cases.far(logits[-1][can_draft], later[can_draft]) < TOLERANCE
+
+
+BLOCK = 32
+
+
+def in_8_bits(weight):
+    """Returns a matrix in DeepSeek's 8 bits, its scales, and what they mean."""
+    rows, columns = (-(-size // BLOCK) for size in weight.shape)
+    padded = np.zeros((rows * BLOCK, columns * BLOCK), np.float32)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.reshape(rows, BLOCK, columns, BLOCK)
+    scales = np.abs(blocks).max(axis=(1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn)
+    means = codes.astype(np.float32) * scales[:, None, :, None]
+    cut = tuple(map(slice, weight.shape))
+    codes, means = (np.ascontiguousarray(one.reshape(padded.shape)[cut]) for one in (codes, means))
+    return codes, scales, means
+
+
+def test_a_layer_of_a_checkpoint_in_8_bits_computes_what_its_weights_mean(tmp_path):
+    """DeepSeek publishes its models so; projections and experts of the layer keep their 8 bits on the device."""
+    plain = tmp_path / "plain"
+    mtp_cases.CASES["deepseek-v3"].save(plain)
+    stored, few = load_file(plain / "model.safetensors"), {}
+    for name, weight in stored.items():
+        if name.startswith("model.layers.2.") and name.endswith("proj.weight"):
+            few[name], few[f"{name}_scale_inv"], stored[name] = in_8_bits(weight)
+    save_file(stored, plain / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    (quantised / "config.json").write_text(json.dumps(config))
+    save_file(stored | few, quantised / "model.safetensors")
+    text, logits = list(range(3, 23)), []
+    for folder in (plain, quantised):
+        verifier = build_model(load_config(folder))
+        head, params = load_head(read_mtp(verifier), folder, verifier.config, dtype="float32")
+        theirs = load_params(plain, verifier, dtype="float32", progress=False)
+        driver = Driver(head, joined(head, params, theirs))
+        hidden = jnp.asarray(np.random.default_rng(2).standard_normal((20, 64)), jnp.float32)
+        logits.append(step(driver, text, hidden)[1])
+        kinds = map(is_few_bits, jax.tree.leaves(params, is_leaf=is_few_bits))
+        assert any(kinds) == (folder == quantised)
+    assert np.std(logits[0]) > 0.3
+    assert cases.far(*logits) < TOLERANCE
+
+
+def test_several_devices_are_refused(tmp_path):
+    mtp_cases.CASES["glm-4.5"].save(tmp_path)
+    divided = TensorParallel(build_model(load_config(tmp_path)), tensor_mesh(1))
+    with pytest.raises(ValueError, match="mtp is supported for a Decoder on one device, got a Ten"):
+        head_of(SpeculationConfig(method="mtp"), divided)
