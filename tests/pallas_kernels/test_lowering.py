@@ -51,6 +51,17 @@ def test_jax_has_its_own_again_behind_the_block_and_after_an_error():
     assert constraints.compute_transitively_equal_vars is theirs
 
 
+def test_blocks_of_two_threads_may_end_in_any_order():
+    theirs = constraints.compute_transitively_equal_vars
+    first, second = quick_lowering(), quick_lowering()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert constraints.compute_transitively_equal_vars is _equal_variables
+    second.__exit__(None, None, None)
+    assert constraints.compute_transitively_equal_vars is theirs
+
+
 def test_jax_0_12_is_left_alone(monkeypatch):
     theirs = constraints.compute_transitively_equal_vars
     monkeypatch.setattr(jax, "__version__", "0.12.0.1")
