@@ -51,6 +51,11 @@ def asking() -> Iterator[list[Question]]:
         _ASKED.reset(token)
 
 
+def is_asking() -> bool:
+    """Returns whether ops that are traced now record their choices, see `asking`."""
+    return _ASKED.get() is not None
+
+
 @contextmanager
 def at(place: str) -> Iterator[None]:
     """Sets `Question.place` for the ops traced inside; it has no other effect."""

@@ -75,7 +75,7 @@ class BlockInputs:
 
     Attributes:
         config: config of the model.
-        layer: number of the layer.
+        layer: number of the layer. Layers with equal windows share a trace: a block may make nothing else depend on it.
         params: the layer's parameters by name.
         x: normalised hidden states; before a ">" in the pattern, the residual stream.
         batch: the step's metadata.
@@ -121,6 +121,10 @@ class BlockInputs:
         """`tables` of a block whose cache is a state."""
         assert isinstance(self.tables, StateTables)
         return self.tables
+
+
+ARRAYS = ("params", "x", "batch", "angles", "embeddings", "joining", "cache", "tables")
+"""Fields of `BlockInputs` that hold arrays."""
 
 
 class Block(NamedTuple):

@@ -28,13 +28,14 @@ from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.rope import Angles, rope_angles
 from jaxkv.layers.shards import Shards
 from jaxkv.models.as_prompts import as_prompts
-from jaxkv.models.block import BlockInputs, Leaf, Split, required
+from jaxkv.models.block import ARRAYS, BlockInputs, Leaf, Split, required
 from jaxkv.models.blocks import BLOCKS
 from jaxkv.models.protocol import Params
+from jaxkv.models.shared_traces import SharedTraces
 from jaxkv.weights.quantised.draw_few_bits import draw_few_bits
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from jaxkv.wording import listed
-from pallas_kernels.dispatch import at
+from pallas_kernels.dispatch import at, is_asking
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul.api import Weighed
@@ -277,7 +278,8 @@ class Decoder:
         angles = self._layer_angles(batch)
         tables = self._tables(batch)
         next_norms = self._next_norms(params, batch)
-        normed = None
+        # Every layer answers for itself when ops are asked what they support.
+        normed, traces = None, SharedTraces(shares=not is_asking())
         chosen = [] if self.keeps_experts else None
         for layer, stages in enumerate(config.pattern):
             if kept is not None and layer in self.keeps_hidden:
@@ -305,12 +307,12 @@ class Decoder:
                 if x is None:
                     x = stream.hidden
                     if before:
-                        cache, y = self._run_block(before, cache, stream, tables)
+                        cache, y = self._run_block(before, cache, stream, tables, traces)
                         x = (hidden + self._summed(y).astype(hidden.dtype)).astype(narrow)
-                    x = x if norm is None else self._norm(norm, x)
+                    x = x if norm is None else traces.call("norm", self._norm, norm, x)
                 added = []
                 for name in blocks:
-                    cache, y = self._run_block(name, cache, replace(stream, x=x), tables)
+                    cache, y = self._run_block(name, cache, replace(stream, x=x), tables, traces)
                     added.append(y)
                 if joining is not None:
                     (total,) = added
@@ -338,13 +340,26 @@ class Decoder:
         cache: Cache,
         inputs: BlockInputs,
         tables: Mapping[tuple[int, str], PagedTables | StateTables],
+        traces: SharedTraces,
     ) -> tuple[Cache, Any]:
         """Returns the cache after a block of a layer, and the block's output; `inputs` has no cache and tables yet."""
         block, layer = BLOCKS[name], self.layer_offset + inputs.layer
         if block.unit:
             inputs = replace(inputs, cache=cache.layer(layer), tables=tables[layer, block.unit])
+        keeps = inputs.chosen_experts is not None
+
+        def run(arrays: dict[str, Any]) -> tuple[Any, list[Array]]:
+            chosen: list[Array] = []
+            kept = chosen if keeps else None
+            return block.run(replace(inputs, **arrays, chosen_experts=kept)), chosen
+
+        arrays = {field: getattr(inputs, field) for field in ARRAYS}
         with at(f"layer {inputs.layer}"):
-            updates, y = block.run(inputs)
+            # A block depends on the number of its layer by the window alone.
+            window = self.config.windows[inputs.layer]
+            (updates, y), chosen = traces.call(name, run, arrays, settings=window)
+        if inputs.chosen_experts is not None:
+            inputs.chosen_experts.extend(chosen)
         return cache.with_layer(layer, updates), y
 
     def _store(
