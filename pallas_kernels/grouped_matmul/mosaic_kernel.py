@@ -27,6 +27,7 @@ from pallas_kernels.grouped_matmul.mosaic_schedule import PIECE, STAGED, Geometr
 from pallas_kernels.grouped_matmul.mosaic_store import store_left_rows, store_right_rows
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW
 from pallas_kernels.mosaic.few_bits_turn import Factors, add_products, turn_factors
+from pallas_kernels.mosaic.jax_versions import request_registers
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
@@ -93,13 +94,13 @@ class Kernel:
         @pl.when(warpgroup < consumers)
         def _() -> None:
             if is_wide:
-                plgpu.set_max_registers(consumed, action="increase")
+                request_registers(consumed, more=True)
             block.consume(warpgroup)
 
         @pl.when(warpgroup == consumers)
         def _() -> None:
             if is_wide:
-                plgpu.set_max_registers(produced, action="decrease")
+                request_registers(produced, more=False)
             block.produce()
 
 

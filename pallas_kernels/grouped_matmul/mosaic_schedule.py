@@ -23,6 +23,7 @@ from pallas_kernels.device import (
 )
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.few_bits_turn import Packing
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 
 # 16-bit elements in the widest swizzle.
 PIECE = 64
@@ -39,6 +40,9 @@ _OTHER_BYTES = 2048 + 512
 _MOST_STAGES = 8
 # Most bytes of a row of a weight in few bits per turn, and most stages.
 _FEW_BITS_BYTES, _MOST_STAGES_OF_FEW_BITS = 128, 12
+# Most rows of x, added up over the sums of a turn that are scaled apart, where consumers have as many registers as the
+# producer (168).
+_MOST_SCALED = 192
 # Windows of few rows, with which the weight is the left operand.
 _NARROW_WINDOWS = (16, 32, 64)
 _WIDE_WINDOW, _WIDE_COLUMNS = 128, (256, 192, 128)
@@ -163,6 +167,11 @@ class Schedule:
         columns = min(_MOST_CONSUMERS, geometry.out // WGMMA_ROWS) * WGMMA_ROWS
         most = _FEW_BITS_BYTES * 8 // geometry.bits
         chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
+        packing = geometry.packing
+        if window > _NARROW_WINDOWS[0] and packing is not None and not honours_register_requests():
+            chunks = [
+                each for each in chunks if each // packing.span(each) * window <= _MOST_SCALED
+            ]
         empty = cls(window, columns, "weight", chunks[-1], 0, NUM_MULTIPROCESSORS)
         room = SHARED_BYTES_PER_BLOCK - empty.shared_bytes(geometry)
         stages = min(room // empty.slot_bytes(geometry), _MOST_STAGES_OF_FEW_BITS)

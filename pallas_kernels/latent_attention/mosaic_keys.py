@@ -31,6 +31,11 @@ class KeysKernel:
     interpret: bool
 
     @property
+    def has_producer(self) -> bool:
+        """Whether a warpgroup of its own fetches tiles: one consumer leaves room for it."""
+        return True
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Number of columns of each piece of a tile."""
         columns = 3 * COLUMN_TILE if self.geometry.width % (3 * COLUMN_TILE) == 0 else COLUMN_TILE

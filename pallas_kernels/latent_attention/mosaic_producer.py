@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,25 +28,52 @@ class Producer:
     def run(self) -> None:
         """Fetches the queries and the share's tiles."""
         interpret = self.kernel.interpret
-        fetch_queries(self.geometry, self.refs, self.piece, interpret=interpret)
+        self.fetch_queries()
 
         @pl.loop(SLOTS * self.piece.start, SLOTS * self.piece.stop)
         def _(tile: Array) -> None:
             slot = tile % SLOTS
             at_edge = (tile + 1) * TILE > self.piece.keys
-            # Values with hidden rows signal the producer's own barrier, the last one; it zeroes the rows first.
-            arrived = jnp.where(at_edge, SLOTS, slot)
-            pages = self.pages(tile)
-            places = {"slot": slot, "arrived": arrived, "pages": pages, "offset": self.offset(tile)}
-            fetch = partial(self.fetch, **places)
+            fetch = partial(self.fetch, **self.places(tile, slot, at_edge))
             on_warps(
                 partial(fetch, "lo", "lo"), partial(fetch, "hi", "hi", "rope"), interpret=interpret
             )
-            pl.when(at_edge)(partial(self.clear, tile, slot))
+
+            @pl.when(at_edge)
+            def _() -> None:
+                for half in ("lo", "hi"):
+                    self.clear(half, tile, slot)
 
         if interpret:
             # The interpreter requires a wait for each completion of a barrier.
             on_warps(partial(self.drain, "lo"), partial(self.drain, "hi"), interpret=interpret)
+
+    def fetch_queries(self) -> None:
+        """Starts the copy of the block's rows of queries."""
+        fetch_queries(self.geometry, self.refs, self.piece, interpret=self.kernel.interpret)
+
+    def start(self, half: str, tile: Array, slot: int) -> None:
+        """Starts the copies of one half of a tile, for a consumer of a kernel without a producer warpgroup."""
+        at_edge = (tile + 1) * TILE > self.piece.keys
+        parts = ("lo",) if half == "lo" else ("hi", "rope")
+        fetch = partial(self.fetch, half, *parts, **self.places(tile, slot, at_edge))
+        on_warps(fetch, interpret=self.kernel.interpret)
+
+    def finish(self, half: str, tile: Array, slot: int, *, masked: bool) -> None:
+        """Zeroes the hidden values of a half that `start` fetched; tiles that are not masked have none."""
+        if masked:
+            pl.when((tile + 1) * TILE > self.piece.keys)(partial(self.clear, half, tile, slot))
+
+    def places(self, tile: Array, slot: Array | int, at_edge: Array) -> dict[str, Any]:
+        """Returns the source and the target of a tile's copies, and the barrier that they signal."""
+        # Values with hidden rows signal one of the last barriers; the rows are zeroed first.
+        arrived = jnp.where(at_edge, self.edge(slot), slot)
+        pages = self.pages(tile)
+        return {"slot": slot, "arrived": arrived, "pages": pages, "offset": self.offset(tile)}
+
+    def edge(self, slot: Array | int) -> Array | int:
+        """Returns the index of the barrier of a stage's half before its hidden rows are zeroed."""
+        return SLOTS if self.kernel.has_producer else SLOTS + slot
 
     def drain(self, half: str) -> None:
         """Waits until all stages of a half are released."""
@@ -70,7 +98,7 @@ class Producer:
         self,
         half: str,
         *parts: str,
-        slot: Array,
+        slot: Array | int,
         arrived: Array,
         pages: tuple[Array, ...],
         offset: Array | int,
@@ -92,21 +120,20 @@ class Producer:
         g = self.geometry
         return {"lo": (0, g.half), "hi": (g.half, g.half), "rope": (g.value_dim, COLUMN_TILE)}[part]
 
-    def clear(self, tile: Array, slot: Array) -> None:
-        """Zeroes hidden values, because 0 * NaN is NaN, and then signals the consumers."""
-        for half, arrivals in (("lo", 1), ("hi", 2)):
-            arrived = self.refs[f"{half}_arrived"]
-            plgpu.barrier_wait(arrived.at[SLOTS])
+    def clear(self, half: str, tile: Array, slot: Array | int) -> None:
+        """Zeroes hidden values of a half, because 0 * NaN is NaN, and then signals the consumers."""
+        arrived, arrivals = self.refs[f"{half}_arrived"], 1 if half == "lo" else 2
+        plgpu.barrier_wait(arrived.at[self.edge(slot)])
 
-            @pl.loop(0, self.geometry.half // COLUMN_TILE)
-            def _(piece: Array, half: str = half) -> None:
-                column = pl.multiple_of(piece * COLUMN_TILE, COLUMN_TILE)
-                values = self.refs[half].at[slot, :, pl.ds(column, COLUMN_TILE)]
-                loaded = plgpu.load(values, layout=WGMMA)
-                position = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
-                seen = position + tile * TILE < self.piece.keys
-                assign(values, ..., jnp.where(seen, loaded, jnp.zeros_like(loaded)))
+        @pl.loop(0, self.geometry.half // COLUMN_TILE)
+        def _(piece: Array) -> None:
+            column = pl.multiple_of(piece * COLUMN_TILE, COLUMN_TILE)
+            values = self.refs[half].at[slot, :, pl.ds(column, COLUMN_TILE)]
+            loaded = plgpu.load(values, layout=WGMMA)
+            position = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
+            seen = position + tile * TILE < self.piece.keys
+            assign(values, ..., jnp.where(seen, loaded, jnp.zeros_like(loaded)))
 
-            plgpu.commit_smem()
-            for _arrival in range(arrivals * self.geometry.copies_per_tile):
-                plgpu.barrier_arrive(arrived.at[slot])
+        plgpu.commit_smem()
+        for _arrival in range(arrivals * self.geometry.copies_per_tile):
+            plgpu.barrier_arrive(arrived.at[slot])

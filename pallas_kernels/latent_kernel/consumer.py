@@ -47,6 +47,7 @@ class Consumer:
         self.kernel, self.geometry, self.refs, self.piece = kernel, kernel.geometry, refs, piece
         self.multiply = partial(add_product, interpret=kernel.interpret)
         self.result = partial(wait_for_products, interpret=kernel.interpret)
+        self.producer = None if kernel.has_producer else kernel.source.producer(kernel, refs, piece)
 
     def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
@@ -54,6 +55,8 @@ class Consumer:
 
     def run(self) -> None:
         """Processes the share's keys, then combines and writes the result."""
+        if self.producer is not None and self.number == 0:
+            self.producer.fetch_queries()
         for slot in range(SLOTS):
             self.release(slot)
         plgpu.barrier_wait(self.refs["q_arrived"])
@@ -65,6 +68,8 @@ class Consumer:
             widths = (TILE, self.geometry.half)
             accumulators = [plgpu.ACC((WGMMA_ROWS, width), jnp.float32) for width in widths]
             m, total, out = pl.run_scoped(self.attend_in, *accumulators)
+        if self.producer is not None and self.kernel.interpret:
+            self.producer.drain(self.half)
         Join(self.kernel, self.refs, self.piece, self.number).deliver(m, total, out)
 
     def attend_in(self, scores: Ref, acc: Ref) -> tuple[Array, Array, Array]:
@@ -191,9 +196,20 @@ class Consumer:
         self.acc[...] = rescale(acc, decay, interpret=self.kernel.interpret)
         self.multiply(self.acc, p, self.refs[self.half].at[self.opaque(slot)])
 
-    def release(self, slot: int) -> None:
-        """Releases this consumer's half of a tile to the producer."""
+    def release(self, slot: int, pair: Array | None = None) -> None:
+        """Releases this consumer's half of a tile of a pair; without a producer, fetches that of the next pair."""
         plgpu.barrier_arrive(self.refs[f"{self.half}_free"].at[slot])
+        if self.producer is None:
+            return
+        following = self.piece.start if pair is None else pair + 1
+        start = partial(self.producer.start, self.half, SLOTS * following + slot, slot)
+        pl.when(following < self.piece.stop)(start)
+
+    def finish_fetch(self, pair: Array, *, masked: bool) -> None:
+        """Without a producer, does what remains for this consumer's halves of a pair to arrive."""
+        if self.producer is not None:
+            for slot in range(SLOTS):
+                self.producer.finish(self.half, SLOTS * pair + slot, slot, masked=masked)
 
 
 class Leader(Consumer):
@@ -204,6 +220,7 @@ class Leader(Consumer):
     def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
         m, total = state
+        self.finish_fetch(pair, masked=masked)
         self.start_scores(0, pair)
         raw = self.result(self.scores, 0)
         m, p, decay = self.softmax(raw, m, SLOTS * pair, masked=masked)
@@ -212,12 +229,12 @@ class Leader(Consumer):
         self.publish(p, m)
         self.multiply_values(self.result(self.acc, 0), decay, p, 0)
         acc = self.result(self.acc, 0)
-        self.release(0)
+        self.release(0, pair)
         m_next = self.others_maximum()
         decay = jnp.exp2(m - self.finite(m_next))
         self.multiply_values(acc, decay, self.others_weights(), 1)
         self.acc[...] = self.result(self.acc, 0)
-        self.release(1)
+        self.release(1, pair)
         return m_next, total * over_columns(decay, ROW_TILE)
 
 
@@ -229,6 +246,7 @@ class Follower(Consumer):
     def process_pair(self, pair: Array, state: State, *, masked: bool) -> State:
         """Adds a pair of tiles to the softmax and to `acc`."""
         m, total = state
+        self.finish_fetch(pair, masked=masked)
         self.start_scores(1, pair)
         m_first = self.others_maximum()
         first_decay = jnp.exp2(m - self.finite(m_first))
@@ -238,10 +256,10 @@ class Follower(Consumer):
         total *= over_columns(first_decay * decay, ROW_TILE)
         total += reduce(jnp.add, column_groups(p))
         acc = self.result(self.acc, 0)
-        self.release(0)
+        self.release(0, pair)
         p = p.astype(self.geometry.dtype)
         self.publish(p, m)
         self.multiply_values(acc, decay, p, 1)
         self.acc[...] = self.result(self.acc, 0)
-        self.release(1)
+        self.release(1, pair)
         return m, total

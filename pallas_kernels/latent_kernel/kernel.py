@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
+from pallas_kernels.latent_kernel.schedule import SLOTS, Geometry, Schedule
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.mosaic.private_types import Ref
 
 CONSUMERS = 2
@@ -80,3 +81,13 @@ class Kernel:
     interpret: bool
     source: Source
     name: str = "latent_attention"
+
+    @property
+    def has_producer(self) -> bool:
+        """Whether a third warpgroup fetches tiles; otherwise each consumer fetches the halves that it multiplies."""
+        return honours_register_requests()
+
+    @property
+    def edges(self) -> int:
+        """Barriers for halves with hidden rows: one per stage, but a producer has one such tile at a time."""
+        return 1 if self.has_producer else SLOTS

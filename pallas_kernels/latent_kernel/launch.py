@@ -24,6 +24,7 @@ from pallas_kernels.latent_kernel.consumer import Follower, Leader
 from pallas_kernels.latent_kernel.kernel import CONSUMERS, Kernel
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
+from pallas_kernels.mosaic.jax_versions import request_registers
 from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
@@ -38,7 +39,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
         partial(_body, kernel),
         out_type=_out_type(kernel, tokens),
         scratch_types=_scratch(kernel),
-        num_threads=CONSUMERS + 1,
+        num_threads=CONSUMERS + kernel.has_producer,
         thread_name="warpgroup",
         # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(
@@ -122,9 +123,9 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
 def _barriers(kernel: Kernel) -> dict[str, Any]:
     s = kernel.schedule
     free = plgpu.Barrier(num_barriers=SLOTS)
-    # The last barrier of each is the producer's own, for values with hidden rows that it must zero first.
+    # The last barriers of each are for values with hidden rows, which whoever fetches them must zero first.
     arrived = [
-        plgpu.Barrier(num_arrivals=count, num_barriers=SLOTS + 1)
+        plgpu.Barrier(num_arrivals=count, num_barriers=SLOTS + kernel.edges)
         for count in kernel.source.arrivals
     ]
     barriers: dict[str, Any] = {
@@ -162,13 +163,16 @@ def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
 
         @pl.when(warpgroup == number)
         def _(consumer: type[Leader | Follower] = consumer) -> None:
-            plgpu.set_max_registers(most, action="increase")
+            request_registers(most, more=True)
             consumer(kernel, found, Piece(kernel.geometry, kernel.schedule, found)).run()
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _() -> None:
-        plgpu.set_max_registers(least, action="decrease")
-        kernel.source.producer(kernel, found, Piece(kernel.geometry, kernel.schedule, found)).run()
+    if kernel.has_producer:
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _() -> None:
+            request_registers(least, more=False)
+            piece = Piece(kernel.geometry, kernel.schedule, found)
+            kernel.source.producer(kernel, found, piece).run()
 
     if exchange is not None:
         exchange.end()

@@ -13,6 +13,24 @@ from pallas_kernels.mosaic.private_types import Ref
 _plain_store = getattr(plgpu, "store", None)
 """JAX 0.11 has no such function."""
 
+HONOURS_REGISTER_REQUESTS = _plain_store is None
+"""Whether this JAX's assembler honours `setmaxnreg`; tests change it, all else calls `honours_register_requests`."""
+
+
+def honours_register_requests() -> bool:
+    """Returns whether warpgroups of a block can have different numbers of registers (`setmaxnreg`).
+
+    JAX 0.12 assembles kernels with libnvJitLink, which ignores such requests: each thread has 65536 / threads
+    registers, at most 255. There a block of two consumers has no producer, and consumers fetch what they multiply.
+    """
+    return HONOURS_REGISTER_REQUESTS
+
+
+def request_registers(count: int, *, more: bool) -> None:
+    """Requests `count` registers per thread, more or less than a warpgroup starts with, where that is honoured."""
+    if honours_register_requests():
+        plgpu.set_max_registers(count, action="increase" if more else "decrease")
+
 
 def assign(ref: Ref, index: Any, value: ArrayLike) -> None:  # noqa: ANN401 - all that a reference takes
     """Performs `ref[index] = value` on global or shared memory, even if threads wait for one another's banks.

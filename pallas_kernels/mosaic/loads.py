@@ -9,6 +9,7 @@ from jax import Array, lax
 from pallas_kernels.mosaic.dialects import (
     Value,
     arith,
+    constant,
     i32,
     inline,
     ir,
@@ -83,3 +84,27 @@ def load_floats(octets: Ref, size: int, *, layout: Layout, interpret: bool) -> A
         return mosaic.FragmentedArray(_registers=registers, _layout=of, _is_signed=None)
 
     return run(octets)
+
+
+def prefetch(ref: Ref, row: Array, column: Array) -> None:
+    """Brings the 128-byte line of `ref[row, column]` in global memory into L1; the index must be in bounds."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @inline(arg_types=(plgpu.RefType(), scalar, scalar))
+    def run(_: Value, source: Value, row: Value, column: Value) -> None:
+        kind = ir.MemRefType(source.type)
+        (strides, _) = kind.get_strides_and_offset()
+        place = arith.addi(
+            arith.muli(row.registers.item(), constant(strides[0])), column.registers.item()
+        )
+        at = utils.getelementptr(utils.memref_ptr(source), [place], kind.element_type)
+        at = llvm.ptrtoint(ir.IntegerType.get_signless(64), at)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [at],
+            "prefetch.global.L1 [$0];",
+            "l",
+            has_side_effects=True,
+        )
+
+    run(ref, row, column)

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic.jax_versions import assign
+from pallas_kernels.mosaic.jax_versions import assign, honours_register_requests
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, over_rows
 from pallas_kernels.mosaic.unpack_bytes import (
@@ -22,6 +22,7 @@ from pallas_kernels.mosaic.unpack_bytes import (
     load_right_operand,
     unpack_values,
 )
+from pallas_kernels.mosaic.warps import on_warps
 from pallas_kernels.paged_attention.mosaic_block import Block
 from pallas_kernels.paged_attention.mosaic_schedule import TILE
 
@@ -78,10 +79,21 @@ class PackedTiles:
         def refill() -> None:
             # Page ids are loaded here: a load further up would also wait for the scales (13 instead of 10.5 us at
             # batch 1; NOTES.md).
-            pl.when(later < block.stop)(partial(block.fetch_both, later, slot))
+            pl.when(later < block.stop)(partial(self._fetch, later, slot))
 
         update = block.multiply_values(refs["v_operand"], p, meanwhile=refill)
         return m, total, acc * decay + update, carried
+
+    def _fetch(self, tile: Array, slot: Array) -> None:
+        """Starts the copies of a tile."""
+        block = self.block
+        if honours_register_requests() or block.geometry.copies_per_tile == 1:
+            block.fetch_both(tile, slot)
+            return
+        # JAX 0.12's assembler takes 129 registers if one warp starts all copies, one too many for four blocks on an SM.
+        pages = block.pages(tile)
+        fetches = [partial(block.fetch, pool, tile, slot, pages) for pool in ("k", "v")]
+        on_warps(*fetches, interpret=self.interpret)
 
     def _prepare_queries(self) -> Array | None:
         """Converts the queries to float16; returns the factor of the scores per query, `None` for float16 queries.

@@ -34,6 +34,7 @@ from pallas_kernels.mosaic.tiles import (
 )
 from pallas_kernels.ragged_attention.mosaic_kernel import Kernel
 from pallas_kernels.ragged_attention.mosaic_piece import Piece, Share, Worker
+from pallas_kernels.ragged_attention.mosaic_producer import Producer
 from pallas_kernels.ragged_attention.mosaic_schedule import CONSUMERS
 
 # Largest head_dim whose queries are kept in registers, which costs less power than reading them from shared memory.
@@ -46,6 +47,7 @@ class Consumer(Worker):
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         super().__init__(kernel, refs)
         self.number = number
+        self.producer = None if kernel.has_producer else Producer(kernel, refs)
         self.multiply = partial(add_product, interpret=kernel.interpret)
         self.result = partial(wait_for_products, interpret=kernel.interpret)
 
@@ -57,6 +59,8 @@ class Consumer(Worker):
         pl.when(self.number == 1)(lambda: plgpu.barrier_arrive(turn))
         self.visit_pieces(self.visit_piece)
         pl.when(self.number == 0)(lambda: plgpu.barrier_wait(turn))
+        if self.kernel.interpret:
+            self.fetching(Producer.drain)
 
     def visit_piece(self, piece: Piece, keys_before: Array, queries_before: Array) -> None:
         """Computes this consumer's share of one piece; tokens that see no key get zeros.
@@ -68,10 +72,11 @@ class Consumer(Worker):
         """
         share = Share(piece, self.number, self)
         query_slot = self.query_slot(queries_before)
-        skip = partial(self.skip_tiles, keys_before=keys_before - piece.first)
+        skip = partial(self.skip_tiles, piece, keys_before=keys_before - piece.first)
 
         @pl.when(piece.exists)
         def _() -> None:
+            self.fetching(Producer.start, piece)
             plgpu.barrier_wait(self.refs["q_arrived"].at[query_slot])
             skip(piece.first, share.first_tile)
             attend = partial(self.attend, piece, share, keys_before - piece.first, query_slot)
@@ -85,7 +90,18 @@ class Consumer(Worker):
         """Loads a piece's description again, so that its fields occupy no registers during the loop over keys."""
         return Piece(self.kernel, self.refs, lax.optimization_barrier(piece.number))
 
-    def skip_tiles(self, start: Array, stop: Array, *, keys_before: Array) -> None:
+    def fetching(self, job: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - the job's
+        """Runs a job of the producer in the second consumer, which sees the later keys, if there is no producer."""
+        if self.producer is not None:
+            pl.when(self.number == CONSUMERS - 1)(partial(job, self.producer, *arguments))
+
+    def release(self, pool: str, piece: Piece, tile: Array, slot: Array, *, late: int = 0) -> None:
+        """Releases the stage of the tile `late` before `tile`; without a producer, starts to fetch into it."""
+        plgpu.barrier_arrive(self.refs[f"{pool}_free"].at[slot])
+        ahead = self.schedule.stages - late
+        self.fetching(Producer.start_tile, pool, piece, tile, slot, ahead)
+
+    def skip_tiles(self, piece: Piece, start: Array, stop: Array, *, keys_before: Array) -> None:
         """Waits for and releases tiles of keys that only the other consumer needs."""
         refs = self.refs
 
@@ -94,9 +110,10 @@ class Consumer(Worker):
             slot = self.slot(keys_before + tile)
             plgpu.barrier_wait(refs["k_arrived"].at[slot])
             self.issue_in_turn(lambda: None)
-            plgpu.barrier_arrive(refs["k_free"].at[slot])
+            self.release("k", piece, tile, slot)
+            self.fetching(Producer.clear_hidden, piece, tile, slot)
             plgpu.barrier_wait(refs["v_arrived"].at[slot])
-            plgpu.barrier_arrive(refs["v_free"].at[slot])
+            self.release("v", piece, tile, slot)
 
     def issue_in_turn(self, start_products: Callable[[], None]) -> None:
         """Issues products after the other consumer has issued its own, and passes the turn back."""
@@ -160,6 +177,8 @@ class Consumer(Worker):
         refs = self.refs
         slot = self.slot(keys_before + tile)
         before = self.slot(keys_before + tile - 1)
+        if masked:
+            self.fetching(Producer.clear_hidden, piece, tile, slot)
         scores[...] = plgpu.layout_cast(jnp.zeros(scores.shape, jnp.float32), WGMMA)
         plgpu.barrier_wait(refs["k_arrived"].at[slot])
 
@@ -170,8 +189,9 @@ class Consumer(Worker):
                 self.multiply(acc, state[2], refs["v_tiles"].at[before])
 
         self.issue_in_turn(start_products)
+        self.fetching(Producer.prefetch_pages, piece, tile)
         raw = self.result(scores, 0 if state is None else 1)
-        plgpu.barrier_arrive(refs["k_free"].at[slot])
+        self.release("k", piece, tile, slot)
         if self.geometry.scaled:
             raw *= self.scales("k", piece, tile)
         old = None if state is None else state[:2]
@@ -180,7 +200,7 @@ class Consumer(Worker):
             p *= self.scales("v", piece, tile)
         if state is not None:
             done = self.result(acc, 0)
-            plgpu.barrier_arrive(refs["v_free"].at[before])
+            self.release("v", piece, tile, before, late=1)
             acc[...] = done * over_columns(decay, self.geometry.head_dim)
         return m, total, p.astype(self.geometry.dtype)
 

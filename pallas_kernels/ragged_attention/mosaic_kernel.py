@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pallas_kernels.arguments.attention import ScoreOptions
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.ragged_attention.mosaic_schedule import Geometry, Schedule
 
 
@@ -34,6 +35,20 @@ class Kernel:
         return self.num_tiles * self.geometry.units
 
     @property
+    def has_producer(self) -> bool:
+        """Whether a third warpgroup fetches tiles; otherwise the second consumer does."""
+        return honours_register_requests()
+
+    @property
+    def edges(self) -> int:
+        """Barriers for tiles of values with hidden rows: one per stage, but a producer has one such tile at a time."""
+        return 1 if self.has_producer else self.schedule.stages
+
+    @property
     def blocks(self) -> int:
-        """Blocks of the launch; with sinks one per piece, as no registers are left for a loop over pieces."""
-        return self.pieces if self.has_sinks else min(self.pieces, self.schedule.blocks)
+        """Blocks of the launch; one per piece with sinks, as no registers are left for a loop over pieces.
+
+        Likewise without a producer, which alone would fetch the next piece ahead.
+        """
+        one_each = self.has_sinks or not self.has_producer
+        return self.pieces if one_each else min(self.pieces, self.schedule.blocks)

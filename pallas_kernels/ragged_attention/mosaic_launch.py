@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.device import WGMMA_ROWS
+from pallas_kernels.mosaic.jax_versions import request_registers
 from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
@@ -44,7 +45,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
         scratch_types=_scratch(kernel),
         grid=(kernel.blocks,),
         grid_names=("block",),
-        num_threads=CONSUMERS + 1,
+        num_threads=CONSUMERS + kernel.has_producer,
         thread_name="warpgroup",
         # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -68,8 +69,8 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "q_arrived": plgpu.Barrier(num_arrivals=CONSUMERS * g.pack, num_barriers=s.query_slots),
         "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.query_slots),
         "k_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # The last barrier is the producer's own, for tiles of values with hidden rows that it must zero first.
-        "v_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages + 1),
+        # The last barriers are for tiles of values with hidden rows, which whoever fetches them must zero first.
+        "v_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages + kernel.edges),
         "k_free": free,
         "v_free": free,
         "turn": plgpu.Barrier(num_barriers=CONSUMERS),
@@ -95,12 +96,16 @@ def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
         found["q_tiles"], found["out_rows"] = scratch["queries"]
     warpgroup = lax.axis_index("warpgroup")
 
+    if not kernel.has_producer:
+        Consumer(kernel, found, warpgroup).run()
+        return
+
     @pl.when(warpgroup < CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        request_registers(_CONSUMER_REGISTERS, more=True)
         Consumer(kernel, found, warpgroup).run()
 
     @pl.when(warpgroup == CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        request_registers(_PRODUCER_REGISTERS, more=False)
         Producer(kernel, found).run()

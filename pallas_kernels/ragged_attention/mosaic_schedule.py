@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, ROW_TILE, SHARED_BYTES_PER_BLOCK, WGMMA_ROWS
 from pallas_kernels.fixed_order import is_fixed
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.tuning import choose, round_up_to_power
 
 # Consumer warpgroups, each of 64 rows: tokens x heads of a pack.
@@ -145,7 +146,9 @@ class Schedule:
     @classmethod
     def by_rule(cls, geometry: Geometry, window: int | None) -> "Schedule":
         """Returns a schedule by rules fitted to measurements on an H200 (NOTES.md); arguments as in `of`."""
-        keys = 128 if geometry.head_dim <= 128 else 64
+        # Without a producer no registers are left for the scales of 128 keys and a window.
+        is_scarce = geometry.scaled and window is not None and not honours_register_requests()
+        keys = 128 if geometry.head_dim <= 128 and not is_scarce else 64
         blocks = NUM_MULTIPROCESSORS if geometry.leaves_registers(window) else ONE_BLOCK_EACH
         for query_slots in (2, 1):
             schedule = cls(keys, 2, query_slots, blocks)

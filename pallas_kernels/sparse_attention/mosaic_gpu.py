@@ -25,6 +25,7 @@ from pallas_kernels.latent_kernel.schedule import (
     filled_heads,
     shares_that_fit,
 )
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.sparse_attention.mosaic_exchange import PAIR, PairExchange
 from pallas_kernels.sparse_attention.mosaic_pair_producer import PairProducer
 from pallas_kernels.sparse_attention.mosaic_producer import Gatherer
@@ -129,6 +130,6 @@ def attend(
 def _source(geometry: Geometry, *, packed: bool, interpret: bool) -> Source:
     """Returns the source of tiles; `packed` means uint8 records. The interpreter does not support pairs."""
     arrays, kind = ("records", "slots", "seq_lens"), "bytes" if packed else "numbers"
-    if geometry.blocks != PAIR or interpret:
+    if geometry.blocks != PAIR or interpret or not honours_register_requests():
         return Source(arrays, Gatherer, (1, 1), _REGISTERS[kind])
     return Source(arrays, PairProducer, (1, 1), _PAIR_REGISTERS[kind], exchange=PairExchange())

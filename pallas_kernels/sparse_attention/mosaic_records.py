@@ -5,6 +5,7 @@ Eight threads load a row, 16 bytes each at a time; a warpgroup loads 16 rows at 
 are `gather_plainly` and `decode_plainly`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -52,7 +53,7 @@ PIECE = 16
 _THREADS_PER_ROW = 8
 _AT_ONCE = PIECE * _THREADS_PER_ROW
 _ROWS_AT_ONCE = 16
-_TURNS = TILE // _ROWS_AT_ONCE
+TURNS = TILE // _ROWS_AT_ONCE
 _SWIZZLED_ROW = 128
 _SWIZZLED_BYTES = 8 * _SWIZZLED_ROW
 
@@ -113,7 +114,7 @@ def copy(rows: Rows, tile: Ref, place: Place, dtype: DTypeLike) -> None:
         target = llvm.ptrtoint(i32(), utils.memref_ptr(target))
         member = divide(thread(), _THREADS_PER_ROW)[1]
         target = add(target, _in_tile(place, constant(0), member))
-        for turn in range(_TURNS):
+        for turn in range(TURNS):
             start, is_chosen = _start_of_row(records, slots, token, first, count, turn)
             own = at(start, wide(times(member, PIECE)))
             size = arith.select(is_chosen, constant(PIECE), constant(0))
@@ -136,9 +137,9 @@ def wait_for_copies() -> None:
     run()
 
 
-def load(rows: Rows, place: Place) -> tuple[Array, Array]:
-    """Issues the loads of 8-bit elements and their scales; the result is only meant for `store`."""
-    loads = _TURNS * place.pieces
+def load(rows: Rows, place: Place, turns: Sequence[int] = range(TURNS)) -> tuple[Array, Array]:
+    """Issues the loads of 8-bit elements and their scales in some turns; the result is only meant for `store`."""
+    loads = len(turns) * place.pieces
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
     result = [
@@ -151,7 +152,7 @@ def load(rows: Rows, place: Place) -> tuple[Array, Array]:
         token, first, count = (scalar.registers.item() for scalar in scalars)
         member = divide(thread(), _THREADS_PER_ROW)[1]
         numbers, scales = [], []
-        for turn in range(_TURNS):
+        for turn in turns:
             start, is_chosen = _start_of_row(records, slots, token, first, count, turn)
             own = at(start, wide(times(member, PIECE)))
             for number in range(place.pieces):
@@ -166,8 +167,14 @@ def load(rows: Rows, place: Place) -> tuple[Array, Array]:
     return numbers, scales
 
 
-def store(words: tuple[Array, Array], tile: Ref, place: Place, dtype: DTypeLike) -> None:
-    """Decodes the words of `load` into a tile."""
+def store(
+    words: tuple[Array, Array],
+    tile: Ref,
+    place: Place,
+    dtype: DTypeLike,
+    turns: Sequence[int] = range(TURNS),
+) -> None:
+    """Decodes the words of `load` of the same turns into a tile."""
     types = (
         plgpu.RefType(swizzled(COLUMN_TILE, dtype)),
         *(flat(array.shape[0]) for array in words),
@@ -186,9 +193,9 @@ def store(words: tuple[Array, Array], tile: Ref, place: Place, dtype: DTypeLike)
             which = arith.select(late, constant(1 - half), constant(half))
             piece = add(times(inside, 2), which)
             starts.append(at(target, wide(_in_tile(place, column, piece))))
-        for turn in range(_TURNS):
+        for nth, turn in enumerate(turns):
             for number in range(place.pieces):
-                index = turn * place.pieces + number
+                index = nth * place.pieces + number
                 both = decoded(words_of(numbers[index]), scales[index], dtype)
                 for half, start in enumerate(starts):
                     value = arith.select(late, both[1 - half], both[half])
@@ -206,7 +213,7 @@ def prefetch(rows: Rows, *, record_bytes: int) -> None:
     def run(_: Value, records: Value, slots: Value, *scalars: Value) -> None:
         token, first, count = (scalar.registers.item() for scalar in scalars)
         member = divide(thread(), _THREADS_PER_ROW)[1]
-        for turn in range(_TURNS):
+        for turn in range(TURNS):
             start, _ = _start_of_row(records, slots, token, first, count, turn)
             for line in range(0, record_bytes, 128 * _THREADS_PER_ROW):
                 offset = arith.minui(add(times(member, 128), line), constant(record_bytes - 1))

@@ -11,7 +11,7 @@ The four warps synchronise only at the explicit barriers. Weights and factors, w
 memory, are read before the outputs of the same piece are stored, and that store waits for all warps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.rows import broadcast, load
 from pallas_kernels.mosaic.tiles import PER_COLUMN, PER_ROW, WGMMA
 from pallas_kernels.mosaic.warps import pause
 from pallas_kernels.ssd_scan.mosaic_multiplier import LESS, PASSED, SQUARE, Multiplier
+from pallas_kernels.ssd_scan.mosaic_producer import Producer
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 
 # Columns of one step of `columns_of_weights`: the granularity of wgmma's register layout.
@@ -43,10 +44,19 @@ class Consumer(Multiplier):
         """Processes all pieces of the row; writes zeros for padding tokens."""
         for slot in range(self.kernel.schedule.stages):
             plgpu.barrier_arrive(self.refs["free"].at[slot])
+        for stage in range(self.kernel.schedule.stages):
+            self.fetching(Producer.start, jnp.int32(stage))
         pl.when(self.task.pieces > 0)(
             lambda: self.with_squares(self.scan, 2 + self.geometry.blocks)
         )
         pl.when(self.task.row.owned == 0)(self.write_zeros)
+        if self.kernel.interpret:
+            self.fetching(Producer.drain)
+
+    def fetching(self, job: Callable[..., None], *arguments: Array) -> None:
+        """Runs a job of the producer in the first consumer, if there is no producer."""
+        if not self.kernel.has_producer:
+            pl.when(self.number == 0)(partial(job, Producer(self.kernel, self.refs), *arguments))
 
     def scan(self, met: Ref, read: Ref, *state: Ref) -> None:
         """Processes the pieces of a row with accumulators for weights, outputs and state."""
@@ -66,6 +76,7 @@ class Consumer(Multiplier):
     def visit(self, number: Array, met: Ref, read: Ref, state: Sequence[Ref]) -> None:
         """Processes one piece, one product after the other."""
         slot = self.slot(number)
+        self.fetching(Producer.finish, number)
         plgpu.barrier_wait(self.refs["arrived"].at[slot])
         self.put_factors(slot)
         self.put_weights(slot, met)
@@ -85,7 +96,14 @@ class Consumer(Multiplier):
         self.store(out, start, length)
         ended = [self.result(part, 0) for part in state]
         plgpu.barrier_arrive(self.refs["free"].at[slot])
+        self.fetch_ahead(number)
         self.keep(number, ended)
+
+    def fetch_ahead(self, number: Array) -> None:
+        """Without a producer, fetches into the stage of the previous piece, which both consumers have released."""
+        if not self.kernel.has_producer:
+            following = number - 1 + self.kernel.schedule.stages
+            pl.when(number > 0)(partial(self.fetching, Producer.start, following))
 
     def put_factors(self, slot: Array) -> None:
         """Stores the decay factors of outputs (exp2(passed)) and of inputs (exp2(end - less)), one per thread."""

@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.mosaic.jax_versions import request_registers
 from pallas_kernels.mosaic.launch import interpreter
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled, untiled_swizzle
@@ -40,7 +41,7 @@ def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
         scratch_types=_scratch(kernel),
         grid=(num_tasks * g.packs(s.consumers),),
         grid_names=("block",),
-        num_threads=s.consumers + 1,
+        num_threads=s.consumers + kernel.has_producer,
         thread_name="warpgroup",
         # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(
@@ -67,8 +68,12 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "factors": plgpu.SMEM((s.consumers, 2 * SIDE), jnp.float32),
         "decay": plgpu.SMEM((s.stages, s.consumers, 2 * SIDE), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2 * (g.blocks + s.consumers), num_barriers=s.stages),
-        # For a partial piece, B and x signal the producer, which zeroes the rows past its end.
-        "to_clear": plgpu.Barrier(num_arrivals=g.blocks + s.consumers),
+        # For a partial piece, B and x signal whoever fetches them, which zeroes the rows past its end. A producer has
+        # one such piece at a time.
+        "to_clear": plgpu.Barrier(
+            num_arrivals=g.blocks + s.consumers,
+            num_barriers=() if kernel.has_producer else s.stages,
+        ),
         "free": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
     }
     if kernel.interpret:
@@ -96,12 +101,16 @@ def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
     warpgroup = lax.axis_index("warpgroup")
     consumers, registers = kernel.schedule.consumers, REGISTERS[kernel.schedule.consumers]
 
+    if not kernel.has_producer:
+        Consumer(kernel, found, warpgroup).run()
+        return
+
     @pl.when(warpgroup < consumers)
     def _() -> None:
-        plgpu.set_max_registers(registers[0], action="increase")
+        request_registers(registers[0], more=True)
         Consumer(kernel, found, warpgroup).run()
 
     @pl.when(warpgroup == consumers)
     def _() -> None:
-        plgpu.set_max_registers(registers[1], action="decrease")
+        request_registers(registers[1], more=False)
         Producer(kernel, found).run()

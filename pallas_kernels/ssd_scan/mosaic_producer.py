@@ -10,6 +10,7 @@ from jax import Array, lax
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.mosaic.warps import on_warps
 from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 from pallas_kernels.ssd_scan.mosaic_task import Task, Worker
@@ -35,9 +36,35 @@ class Producer(Worker):
             pl.when(length < SIDE)(lambda: self.clear(slot, length))
 
         if self.kernel.interpret:
-            # The interpreter requires a wait for each completion of a barrier.
-            for slot in range(self.kernel.schedule.stages):
-                plgpu.barrier_wait(free.at[slot])
+            self.drain()
+
+    def drain(self) -> None:
+        """Waits until all stages are released; the interpreter requires a wait for each completion of a barrier."""
+        for slot in range(self.kernel.schedule.stages):
+            plgpu.barrier_wait(self.refs["free"].at[slot])
+
+    def start(self, number: Array) -> None:
+        """Starts the copies of a piece, if the row has it, for a consumer of a block without a producer."""
+
+        def fetch() -> None:
+            slot = self.slot(number)
+            plgpu.barrier_wait(self.refs["free"].at[slot])
+            start, length = self.task.piece(number)
+            self.fetch(slot, start, number, whole=length == SIDE)
+
+        @pl.when(number < self.task.pieces)
+        def _() -> None:
+            on_warps(fetch, interpret=self.kernel.interpret)
+
+    def finish(self, number: Array) -> None:
+        """Zeroes what is past the end of a piece that `start` fetched."""
+        _, length = self.task.piece(number)
+        pl.when(length < SIDE)(lambda: self.clear(self.slot(number), length))
+
+    def to_clear(self, slot: Array) -> Ref:
+        """Returns the barrier that the copies of a partial piece signal."""
+        barrier = self.refs["to_clear"]
+        return barrier if self.kernel.has_producer else barrier.at[slot]
 
     def fetch(self, slot: Array, start: Array, number: Array, whole: Array) -> None:
         """Starts the copies of one piece."""
@@ -51,7 +78,7 @@ class Producer(Worker):
             source = refs["decays"].at[task.first_piece + number, head]
             plgpu.copy_gmem_to_smem(source, refs["decay"].at[slot, consumer], arrived)
         pl.when(whole)(lambda: self.fetch_inputs(slot, start, arrived))
-        pl.when(~whole)(lambda: self.fetch_inputs(slot, start, refs["to_clear"]))
+        pl.when(~whole)(lambda: self.fetch_inputs(slot, start, self.to_clear(slot)))
 
     def fetch_inputs(self, slot: Array, start: Array, arrived: Ref) -> None:
         """Starts the copies of B and x, the inputs of the state, whose rows past a piece's end must be zeroed."""
@@ -71,7 +98,7 @@ class Producer(Worker):
     def clear(self, slot: Array, length: Array) -> None:
         """Zeroes rows past the piece's end, because 0 * NaN is NaN, and then signals the consumers."""
         refs, g = self.refs, self.geometry
-        plgpu.barrier_wait(refs["to_clear"])
+        plgpu.barrier_wait(self.to_clear(slot))
         squares = [refs["b"].at[slot, block] for block in range(g.blocks)]
         squares += [
             refs["x"].at[slot, consumer] for consumer in range(self.kernel.schedule.consumers)

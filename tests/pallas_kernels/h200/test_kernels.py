@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from pallas_kernels.device import NEWEST_JAX
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from tests.pallas_kernels.h200.reports import reports_of
 
 pytestmark = pytest.mark.skipif(
@@ -109,10 +110,14 @@ def ragged(kernels):
 
 
 def test_the_prefill_kernel_spills_no_register_and_its_products_overlap(ragged):
-    """168 registers are all that three warpgroups can start with; consumers then take more from the producer."""
+    """168 registers are all that three warpgroups can start with; consumers then take more from the producer.
+
+    Where such requests are ignored there are two warpgroups (test_even.py).
+    """
     for name, report in ragged.items():
         assert report["spilled"] == 0, name
-        assert report["registers"] == [168], name
+        if honours_register_requests():
+            assert report["registers"] == [168], name
         assert not report["serialised"], name
 
 
@@ -166,8 +171,10 @@ def test_the_kernels_of_states_spill_no_register_to_speak_of(states):
 
 
 def test_the_scans_fit_their_warpgroups_and_no_products_are_serialised(states):
-    """Two consumers and a producer start with 168 registers a thread, one consumer with 240."""
+    """Two consumers and a producer start with 168 registers a thread, one consumer with 240; others have up to 255."""
     limits = {"ssd_scan": 168, "ssd_scan 256": 240}
+    if not honours_register_requests():
+        limits = dict.fromkeys(limits, 255)
     for name in states.keys() & limits:
         assert max(states[name]["registers"]) <= limits[name], name
         assert not states[name]["serialised"], name

@@ -23,6 +23,7 @@ from pallas_kernels.latent_kernel.schedule import (
     filled_heads,
     shape_class,
 )
+from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.workbench.search_space import latent_candidates
 from tests.pallas_kernels.contract import bits, by_name
 from tests.pallas_kernels.h200.reports import reports_of
@@ -129,11 +130,14 @@ def reports():
 
 @pytest.mark.slow
 def test_it_spills_no_register_and_its_products_overlap(reports):
-    """168 registers are all that three warpgroups can start with, and 256 two; consumers may then take more."""
+    """168 registers are all that three warpgroups can start with, and 256 two; consumers may then take more.
+
+    Where requests for more are ignored all kernels have two.
+    """
     for name, report in reports.items():
         assert report["spilled"] == 0, name
         assert len(report["registers"]) == 1, name
-        most = 256 if "left" in name else 168
+        most = 256 if "left" in name or not honours_register_requests() else 168
         assert report["registers"][0] <= most, name
         assert not report["serialised"], name
 

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels.arguments.latent import LatentOptions, SparseArrays
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
 from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
+from pallas_kernels.mosaic import jax_versions
 from pallas_kernels.sparse_attention import mosaic_gpu, reference
 from pallas_kernels.sparse_attention.cases import Case
 from tests.pallas_kernels.contract import bits
@@ -137,7 +138,9 @@ def test_a_grid_is_not_longer_than_the_card_takes():
         )
 
 
-def test_blocks_in_pairs_are_in_no_other_clusters():
+def test_blocks_in_pairs_are_in_no_other_clusters(monkeypatch):
+    """Where requests for registers are ignored there are no pairs."""
+    monkeypatch.setattr(jax_versions, "HONOURS_REGISTER_REQUESTS", True)
     arrays = arrays_of(dataclasses.replace(SMALL, heads=128).inputs())
     with pytest.raises(ValueError, match="got a schedule with clusters of 2; use parts"):
         mosaic_gpu.attend(arrays, options=OPTIONS, schedule=Schedule(2, 1), want_lse=False)
