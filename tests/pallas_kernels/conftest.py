@@ -1,8 +1,11 @@
 """Fixtures of the ops' suites."""
 
+import jax
 import jaxtyping
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from pallas_kernels.mosaic import jax_versions
 
 
 @pytest.fixture
@@ -18,3 +21,12 @@ def races():
     """Tells whether the interpreter saw a race, and leaves it as it was found."""
     yield lambda: interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.fixture
+def no_requests(monkeypatch):
+    """Gives kernels the forms that they have where requests for registers are ignored (JAX 0.12)."""
+    monkeypatch.setattr(jax_versions, "HONOURS_REGISTER_REQUESTS", False)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()

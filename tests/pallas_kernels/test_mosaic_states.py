@@ -102,6 +102,10 @@ def test_interpreted_the_scan_equals_the_oracle_without_a_race(schedule, races):
     assert not races()
 
 
+def test_interpreted_the_scan_equals_the_oracle_without_a_producer(no_requests, races):
+    test_interpreted_the_scan_equals_the_oracle_without_a_race(Schedule(2, 3), races)
+
+
 def test_interpreted_what_passes_the_state_by_is_rounded_once(races):
     """As in the op's own suite, where it needs a GPU."""
     inputs = replace(SMALL_SCAN, rows=Rows((70, 3), (0, 62))).inputs(5)

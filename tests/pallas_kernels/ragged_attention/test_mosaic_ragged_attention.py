@@ -89,6 +89,11 @@ def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
     assert not races()
 
 
+@pytest.mark.parametrize("name", list(INTERPRETED)[:2])
+def test_interpreted_it_equals_the_oracle_without_a_producer(name, no_requests, races):
+    test_interpreted_it_equals_the_oracle_without_a_race(*INTERPRETED[name], races)
+
+
 def test_interpreted_a_window_wider_than_any_row_hides_nothing(monkeypatch, races):
     """Its door takes it for none: past 32 bits the kernel's own bounds would wrap around."""
     interpreted = partial(mosaic_gpu.ragged_attention, interpret=True)

@@ -68,6 +68,10 @@ def test_interpreted_it_equals_the_reference_without_a_race(case, schedule, race
     assert not races()
 
 
+def test_interpreted_it_equals_the_reference_without_a_producer(no_requests, races):
+    test_interpreted_it_equals_the_reference_without_a_race(*INTERPRETED["bytes"], races)
+
+
 LOWERED = {
     "alone": (64, Schedule(1, 1)),
     "in clusters": (64, Schedule(2, 1)),
