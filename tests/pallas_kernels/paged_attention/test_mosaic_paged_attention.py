@@ -273,8 +273,9 @@ def test_pages_past_two_to_the_31_elements_are_read_where_they_lie(stored):
 
 def test_a_jax_it_was_not_made_for_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(device, "why_not_hopper", lambda: None)
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
     q, pages = jnp.zeros((1, 8, 64), jnp.bfloat16), jnp.zeros((2, 16, 2, 64), jnp.bfloat16)
-    assert "jax 0.11" in mosaic_gpu.why_not(q, pages)
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert mosaic_gpu.why_not(q, pages) is None
+    assert "was tested with jax up to 0.12" in mosaic_gpu.why_not(q, pages)
+    for tested in ((0, 11, 2), (0, 12, 0, 1)):
+        monkeypatch.setattr(jax, "__version_info__", tested)
+        assert mosaic_gpu.why_not(q, pages) is None
