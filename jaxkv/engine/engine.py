@@ -488,13 +488,12 @@ class Engine:
             self._sample()
             if not self._pipeline.num_in_flight:
                 return
-        waited = self._pipeline.wait_seconds
         try:
             step, sampled = self._pipeline.receive()
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
             return
-        self.grammar_pace.note_wait(self._pipeline.wait_seconds - waited)
+        self.grammar_pace.note_wait(self._pipeline.last_wait)
         try:
             ended = self._collector.collect(step, sampled)
         except CachePoisoned as error:

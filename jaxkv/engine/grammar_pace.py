@@ -27,7 +27,7 @@ class GrammarPace:
         self._steps = 0
 
     def note_wait(self, seconds: float) -> None:
-        """Records for how long the host has waited for a step; that is its spare time."""
+        """Records for how long the host has waited until a step was computed; that is its spare time."""
         self._spare += _SHARE * (seconds - self._spare)
         self._steps += 1
 
@@ -36,9 +36,6 @@ class GrammarPace:
         self._cost += _SHARE * (seconds - self._cost)
         if self._steps * _SHARE < 1:
             return
-        if self.leaves_out:
-            changes = self._spare > _AMPLE * self._cost
-        else:
-            changes = self._spare < _SCARCE * self._cost
-        if changes:
+        has_time = self._spare > (_AMPLE if self.leaves_out else _SCARCE) * self._cost
+        if has_time == self.leaves_out:
             self.leaves_out, self._steps = not self.leaves_out, 0
