@@ -242,21 +242,22 @@ class PageAllocator:
         """Counts the tokens from `num_tokens` on as not computed: rejected drafts. Their pages stay, see `truncate`.
 
         The next step of the sequence writes other tokens into their slots. A step in flight may write the sequence if
-        `num_tokens` is past all that it can write.
+        `num_tokens` is past all that it can write. A step that verifies drafts leaves the rejected ones out of
+        recurrent states itself.
 
         Raises:
-            ValueError: fewer tokens are computed, the sequence has a recurrent state, which cannot be taken back, or it
-                has freed pages that the window before the next token needs.
+            ValueError: fewer tokens are computed, or the sequence has freed pages that the window before the next token
+                needs.
         """
         held = self._find(seq)
         if not 0 <= num_tokens <= held.computed:
             raise ValueError(
                 f"sequence {seq} has {held.computed} computed tokens, got {num_tokens} to keep; keep 0 to all of them"
             )
-        if self._groups.recurrent or held.lacks(num_tokens):
+        if held.lacks(num_tokens):
             raise ValueError(
-                f"sequence {seq} cannot go back from {held.computed} to {num_tokens} tokens: it has a recurrent state, "
-                f"or has freed pages that it would need; compute it again from its beginning"
+                f"sequence {seq} cannot go back from {held.computed} to {num_tokens} tokens: it has freed pages that it "
+                f"would need; compute it again from its beginning"
             )
         held.take_back(num_tokens)
 

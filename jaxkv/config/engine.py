@@ -37,7 +37,7 @@ class EngineConfig:
             Requests with `min_tokens` or `structured_outputs`, and models with checkpoints of recurrent states, run one
             step per launch.
         speculation: drafts of the next tokens, which decode steps verify; no token changes. `None` for none. Not for
-            models with recurrent layers or whole prompts, nor with `pinned_shapes`.
+            models with whole prompts, nor for recurrent layers on several devices, nor with `pinned_shapes`.
         checkpoints: the lengths at which sequences make checkpoints of recurrent states;
             `CacheConfig.checkpoint_bytes` limits their number.
         most_rebuilds, rebuild_seconds: the engine rebuilds a lost cache and recomputes all requests, up to

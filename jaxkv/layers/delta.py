@@ -10,7 +10,7 @@ from jaxkv.config.blocks import DeltaConfig
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
-from jaxkv.layers.recurrence import convolve, recur
+from jaxkv.layers.recurrence import StateWrite, convolve, recur
 from pallas_kernels import delta_scan, delta_update
 
 
@@ -23,6 +23,7 @@ def gated_delta_mixer(
     *,
     delta: DeltaConfig,
     norm_eps: float,
+    writes: list[StateWrite] | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes the gated delta rule over each row's new tokens, and writes the state after them.
@@ -38,6 +39,7 @@ def gated_delta_mixer(
         tables: ids of the states that the layer's group reads and writes.
         delta: sizes.
         norm_eps: epsilon of the output norm.
+        writes: gets how the states are written; `None` for nobody who writes them again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -46,15 +48,19 @@ def gated_delta_mixer(
     projected = linear(params["delta_in"], x)
     shares, rates = jnp.split(linear(params["delta_gates"], x), 2, axis=1)
     convolved, conv = convolve(
-        params, layer_cache, projected, batch, tables, implementation=implementation
+        params, layer_cache, projected, batch, tables, writes=writes, implementation=implementation
     )
     mixed, state = recur(
         delta_update,
         delta_scan,
-        (params["a_log"], params["dt_bias"], layer_cache["delta"], convolved, rates, shares),
+        (params["a_log"], params["dt_bias"]),
+        layer_cache,
+        "delta",
+        (convolved, rates, shares),
         batch,
         tables,
         chunk_size=delta.chunk_size,
+        writes=writes,
         implementation=implementation,
     )
     gate = projected[:, delta.conv_channels :].reshape(-1, delta.value_dim)

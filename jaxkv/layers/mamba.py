@@ -12,7 +12,7 @@ from jaxkv.config.blocks import MambaConfig
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import gated_group_norm
-from jaxkv.layers.recurrence import convolve, recur
+from jaxkv.layers.recurrence import StateWrite, convolve, recur
 from jaxkv.layers.shards import Shards
 from pallas_kernels import ssd_scan, ssd_update
 
@@ -28,6 +28,7 @@ def mamba2_mixer(
     norm_eps: float,
     multipliers: tuple[float, ...] = (),
     shards: Shards | None = None,
+    writes: list[StateWrite] | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes the state-space layer over each row's new tokens, and writes the state after them.
@@ -45,6 +46,7 @@ def mamba2_mixer(
         norm_eps: epsilon of the gated norm.
         multipliers: factors of gate, input, B, C and step sizes; empty for none.
         shards: the devices that divide the components of one norm; `None` if each has whole groups of them.
+        writes: gets how the states are written; `None` for nobody who writes them again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -60,6 +62,7 @@ def mamba2_mixer(
         batch,
         tables,
         first_channel=mamba.d_inner,
+        writes=writes,
         implementation=implementation,
     )
     dt = projected[:, mamba.d_inner + mamba.conv_channels :]
@@ -67,10 +70,14 @@ def mamba2_mixer(
     mixed, ssm = recur(
         ssd_update,
         ssd_scan,
-        (*weights, layer_cache["ssm"], convolved, dt),
+        weights,
+        layer_cache,
+        "ssm",
+        (convolved, dt),
         batch,
         tables,
         chunk_size=mamba.chunk_size,
+        writes=writes,
         implementation=implementation,
         dt_limits=mamba.dt_limit,
     )

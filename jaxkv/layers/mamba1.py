@@ -11,7 +11,7 @@ from jaxkv.config.blocks import Mamba1Config
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
-from jaxkv.layers.recurrence import convolve, recur
+from jaxkv.layers.recurrence import StateWrite, convolve, recur
 from jaxkv.layers.shards import Shards
 from pallas_kernels import selective_scan, selective_update
 
@@ -26,6 +26,7 @@ def mamba1_mixer(
     mamba: Mamba1Config,
     norm_eps: float,
     shards: Shards | None = None,
+    writes: list[StateWrite] | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes the state-space layer over each row's new tokens, and writes the state after them.
@@ -43,6 +44,7 @@ def mamba1_mixer(
         mamba: sizes.
         norm_eps: epsilon of the norms.
         shards: the devices that divide the channels; `None` if one has all.
+        writes: gets how the states are written; `None` for nobody who writes them again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -51,7 +53,7 @@ def mamba1_mixer(
     projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
     inner, gate = jnp.split(projected, 2, axis=1)
     convolved, conv = convolve(
-        params, layer_cache, inner, batch, tables, implementation=implementation
+        params, layer_cache, inner, batch, tables, writes=writes, implementation=implementation
     )
     convolved = convolved.astype(x.dtype)
     selected = linear(params["select"], convolved)
@@ -66,10 +68,14 @@ def mamba1_mixer(
     mixed, ssm = recur(
         selective_update,
         selective_scan,
-        (*weights, layer_cache["ssm"], convolved, linear(params["step"], dt), b, c),
+        weights,
+        layer_cache,
+        "ssm",
+        (convolved, linear(params["step"], dt), b, c),
         batch,
         tables,
         chunk_size=mamba.chunk_size,
+        writes=writes,
         implementation=implementation,
     )
     gated = mixed.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))

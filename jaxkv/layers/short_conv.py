@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxkv.batch import StateTables, StepBatch
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear
-from jaxkv.layers.recurrence import convolve
+from jaxkv.layers.recurrence import StateWrite, convolve
 
 
 def short_conv_mixer(
@@ -18,6 +18,7 @@ def short_conv_mixer(
     batch: StepBatch,
     tables: StateTables,
     *,
+    writes: list[StateWrite] | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Computes `out(after * conv(before * inner))` over each row's new tokens, and writes the state after them.
@@ -30,6 +31,7 @@ def short_conv_mixer(
         x: normalised hidden states.
         batch: the step's metadata.
         tables: ids of the states that the layer's group reads and writes.
+        writes: gets how the states are written; `None` for nobody who writes them again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -44,6 +46,7 @@ def short_conv_mixer(
         batch,
         tables,
         activation=None,
+        writes=writes,
         implementation=implementation,
     )
     gated = after * convolved.astype(x.dtype)

@@ -11,6 +11,7 @@ from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed
+from jaxkv.layers.recurrence import StateWrite
 from jaxkv.layers.rope import Angles
 from jaxkv.layers.shards import Shards
 
@@ -88,6 +89,7 @@ class BlockInputs:
         chosen_experts: a mixture of experts appends the experts that each token's router chose; `None` if they are not
             kept.
         shards: the devices of which the block computes one's part; `None` for a whole block.
+        state_writes: a block with states adds, by layer, how it writes them; `None` for nobody who writes them again.
     """
 
     config: ModelConfig
@@ -103,6 +105,12 @@ class BlockInputs:
     tables: PagedTables | StateTables | None = None
     chosen_experts: list[Int[Array, "tokens top_k"]] | None = None
     shards: Shards | None = None
+    state_writes: dict[int, list[StateWrite]] | None = None
+
+    @property
+    def layer_writes(self) -> list[StateWrite] | None:
+        """The entry of `state_writes` for this layer."""
+        return None if self.state_writes is None else self.state_writes.setdefault(self.layer, [])
 
     @property
     def hidden(self) -> Float[Array, "tokens hidden_size"]:

@@ -25,6 +25,7 @@ from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
 from jaxkv.layers.norm import layer_norm, rms_norm
+from jaxkv.layers.recurrence import NO_STATE, StateWrite, without_last
 from jaxkv.layers.rope import Angles, rope_angles
 from jaxkv.layers.shards import Shards
 from jaxkv.models.as_prompts import as_prompts
@@ -41,6 +42,9 @@ from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul.api import Weighed
 
 _INIT_SCALE = 0.02
+
+StateWrites = dict[int, list[StateWrite]]
+"""Layer -> how a step writes its states."""
 
 
 @dataclass(frozen=True)
@@ -232,13 +236,60 @@ class Decoder:
         with fixed_order():
             return self._forward(params, cache, as_prompts(batch))
 
-    def _forward(
+    def forward_unsettled(
         self, params: Params, cache: Cache, batch: StepBatch
+    ) -> tuple[Cache, Float[Array, "tokens hidden_size"], StateWrites]:
+        """Returns what `forward` does, with all recurrent states as they were, and how `settled` can write them.
+
+        The step is no decode step.
+        """
+        rows = jnp.arange(batch.seq_lens.shape[0], dtype=jnp.int32)
+        nowhere = tuple(replace(one, write_states=NO_STATE + rows) for one in batch.states)
+        writes: StateWrites = {}
+        with fixed_order(self.batch_invariant):
+            batch = replace(batch, states=nowhere)
+            cache, hidden = self._forward(params, cache, batch, writes)
+        return cache, hidden, writes
+
+    def settled(
+        self, cache: Cache, batch: StepBatch, writes: StateWrites, rejected: Int[Array, " rows"]
+    ) -> Cache:
+        """Returns the cache with the recurrent states after a step without the last tokens of each row.
+
+        Each row's state is read again and advanced by what `forward_unsettled` computed of the tokens, as
+        `checkpointing_ssu` of FlashInfer does. So a sequence has one state for any number of drafts.
+
+        Args:
+            cache: the cache after `forward_unsettled`.
+            batch: the step's metadata, as `forward_unsettled` got it.
+            writes: what that returned.
+            rejected: how many tokens of each row are left out.
+        """
+        rest, places = without_last(batch, rejected)
+        tables = self._tables(batch)
+        with fixed_order(self.batch_invariant):
+            for number, several in writes.items():
+                layer = self.layer_offset + number
+                group, arrays = tables[layer, "state"], cache.layer(layer)
+                assert isinstance(group, StateTables)
+                new = {
+                    role: run(arrays[role], _at(inputs, places), rest, group)
+                    for role, inputs, run in several
+                }
+                cache = cache.with_layer(layer, new)
+        return cache
+
+    def _forward(
+        self,
+        params: Params,
+        cache: Cache,
+        batch: StepBatch,
+        writes: StateWrites | None = None,
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         factor = self.config.multipliers.embedding
         embeddings = scaled(self._embed(params["embed"], batch.tokens), factor)
         kept: dict[int, Array] = {}
-        cache, hidden = self.run_layers(params, cache, batch, embeddings, embeddings, kept)
+        cache, hidden = self.run_layers(params, cache, batch, embeddings, embeddings, kept, writes)
         normed = self.normed(params, hidden)
         if self.keeps_hidden:
             kept |= {self.num_layers: hidden, self.num_layers + 1: normed}
@@ -260,6 +311,7 @@ class Decoder:
         hidden: Float[Array, "tokens hidden_size"],
         embeddings: Float[Array, "tokens hidden_size"],
         kept: dict[int, Array] | None = None,
+        writes: StateWrites | None = None,
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         """Returns the cache with the new tokens written, and the residual stream after the last layer.
 
@@ -270,6 +322,7 @@ class Decoder:
             hidden: the residual stream before the first layer.
             embeddings: the tokens' embeddings, which some blocks read.
             kept: gets the residual stream before each layer of `keeps_hidden`.
+            writes: gets how each layer writes its states.
         """
         config = self.config
         # The dtype of activations; the residual stream may be wider.
@@ -278,8 +331,8 @@ class Decoder:
         angles = self._layer_angles(batch)
         tables = self._tables(batch)
         next_norms = self._next_norms(params, batch)
-        # Every layer answers for itself when ops are asked what they support.
-        normed, traces = None, SharedTraces(shares=not is_asking())
+        # Every layer answers for itself when ops are asked what they support, and `writes` holds arrays of this trace.
+        normed, traces = None, SharedTraces(shares=not is_asking() and writes is None)
         chosen = [] if self.keeps_experts else None
         for layer, stages in enumerate(config.pattern):
             if kept is not None and layer in self.keeps_hidden:
@@ -301,6 +354,7 @@ class Decoder:
                     joining=joining,
                     chosen_experts=chosen,
                     shards=self.shards,
+                    state_writes=writes,
                 )
                 before, blocks = Stage.parse(stage)
                 x = normed
@@ -545,3 +599,8 @@ def visible_lengths(batch: StepBatch) -> Int[Array, " tokens"]:
     tokens = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
     row = jnp.searchsorted(batch.cu_q_lens[1:], tokens, side="right")
     return batch.seq_lens.at[row].get(mode="fill", fill_value=0)
+
+
+def _at(inputs: tuple[Array, ...], places: Int[Array, " tokens"]) -> tuple[Array, ...]:
+    """Returns what was computed of the tokens at some places."""
+    return tuple(one.at[places].get(mode="clip") for one in inputs)

@@ -144,6 +144,7 @@ def _run_mamba(inputs: BlockInputs) -> BlockOutput:
         norm_eps=config.norm_eps,
         multipliers=config.multipliers.ssm_in,
         shards=inputs.shards if inputs.shards and inputs.shards.splits_norm else None,
+        writes=inputs.layer_writes,
         implementation=inputs.implementation,
     )
     return new, scaled(mixed, config.multipliers.ssm_out)
@@ -198,6 +199,7 @@ def _run_mamba1(inputs: BlockInputs) -> BlockOutput:
         mamba=required(inputs.config.mamba1),
         norm_eps=inputs.config.norm_eps,
         shards=inputs.shards,
+        writes=inputs.layer_writes,
         implementation=inputs.implementation,
     )
 
@@ -242,6 +244,7 @@ def _run_delta(inputs: BlockInputs) -> BlockOutput:
         inputs.states,
         delta=required(inputs.config.delta),
         norm_eps=inputs.config.norm_eps,
+        writes=inputs.layer_writes,
         implementation=inputs.implementation,
     )
 
@@ -275,6 +278,7 @@ def _run_short_conv(inputs: BlockInputs) -> BlockOutput:
         inputs.hidden,
         inputs.batch,
         inputs.states,
+        writes=inputs.layer_writes,
         implementation=inputs.implementation,
     )
 

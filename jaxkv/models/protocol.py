@@ -3,7 +3,7 @@
 from typing import Any, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv.batch import StepBatch
 from jaxkv.cache.spec import LayerSpec
@@ -77,4 +77,26 @@ class Model(Protocol):
         self, params: Params, hidden: Float[Array, "rows hidden_size"]
     ) -> Float[Array, "rows vocab_size"]:
         """Returns the float32 logits of each hidden state."""
+        ...
+
+
+@runtime_checkable
+class TakesBack(Model, Protocol):
+    """A model that can leave the last tokens of a step out of its recurrent states, such as rejected drafts."""
+
+    def forward_unsettled(
+        self, params: Params, cache: Cache, batch: StepBatch
+    ) -> tuple[Cache, Float[Array, "tokens hidden_size"], Any]:
+        """Returns what `forward` does, with all recurrent states as they were, and what `settled` needs."""
+        ...
+
+    def settled(
+        self,
+        cache: Cache,
+        batch: StepBatch,
+        writes: Any,  # noqa: ANN401 - what `forward_unsettled` returned
+        rejected: Int[Array, " rows"],
+        /,
+    ) -> Cache:
+        """Returns the cache with the recurrent states after a step without the last `rejected` tokens of each row."""
         ...

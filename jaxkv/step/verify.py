@@ -3,6 +3,8 @@
 A row's tokens are its next token and the drafts behind it. The token of every position is the one that a step without
 drafts would sample there, because random numbers depend on seed and position alone. So drafts change no token.
 
+Recurrent states are written last, from the accepted tokens alone: rejected drafts cannot be taken back from a state.
+
 With a `TextDrafter` the step ends with the drafts of the next one. A row with `carry` takes its token, its drafts and
 its position from the device, so the host can send the next step before it has read how many drafts were accepted.
 """
@@ -17,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from jaxkv._pytree import pytree
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.cache.state import Cache
-from jaxkv.models.protocol import Model, Params
+from jaxkv.models.protocol import Model, Params, TakesBack
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import Sampled, SamplingState, read_choices, write_choices
@@ -59,7 +61,7 @@ def verify_step(
     accepted tokens and the one after them.
 
     Args:
-        model: the model; static. It has no recurrent layers, whose states could not be taken back.
+        model: the model; static. With recurrent layers it is a `TakesBack`.
         params: its parameters.
         cache: the cache before the step.
         batch: the step's metadata; the last `drafts` tokens of each row are drafts. With a drafter, tokens, positions
@@ -74,7 +76,12 @@ def verify_step(
         batch = _with_own_drafts(batch, drafts, choices, most, page_sizes)
     else:
         batch = replace(batch, tokens=resolve_carry(batch, choices["last_token"]))
-    cache, hidden = model.forward(params, cache, batch)
+    recurrent = model if batch.states and isinstance(model, TakesBack) else None
+    if recurrent is not None:
+        cache, hidden, writes = recurrent.forward_unsettled(params, cache, batch)
+    else:
+        assert not batch.states, "an engine refuses drafts for such a model"
+        (cache, hidden), writes = model.forward(params, cache, batch), None
     rows, width = drafts.shape[0], most + 1
     columns = jnp.arange(width, dtype=jnp.int32)[None, :]
     # Packed index of the token before each sampled one. Columns behind a row's drafts repeat its last token.
@@ -84,16 +91,22 @@ def verify_step(
     drafted = jnp.where(columns[:, :most] < drafts[:, None], drafted, NO_TOKEN)
     first = batch.seq_lens - drafts
     positions = first[:, None] + columns
-    hidden = hidden[places.reshape(-1)]
+    read = hidden[places.reshape(-1)]
     sampling = _for_each_position(batch.sampling, width)
     state = _with_drafts(read_choices(choices, sampling), drafted, first)
-    sampled = sample_next(model, params, hidden, sampling, state, positions.reshape(-1))
+    sampled = sample_next(model, params, read, sampling, state, positions.reshape(-1))
     sampled = jax.tree.map(
         lambda values: jnp.moveaxis(values.reshape(rows, width, *values.shape[1:]), 1, 0), sampled
     )
     right = (drafted == sampled.tokens[:most].T) & sampled.finite[:most].T
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     choices = _write_accepted(dict(choices), batch.sampling, sampled.tokens, first, accepted)
+    if recurrent is not None:
+        cache = recurrent.settled(cache, batch, writes, drafts - accepted)
+    if "hidden" in choices:
+        last, ids = hidden[places[:, 0] + accepted], batch.states[-1].write_states
+        kept = choices["hidden"].at[ids].set(last.astype(choices["hidden"].dtype), mode="drop")
+        choices |= {"hidden": kept}
     if drafter is not None:
         choices = _write_drafts(choices, batch.sampling, drafter)
     return cache.with_layer(model.num_layers, choices), Verified(sampled=sampled, accepted=accepted)

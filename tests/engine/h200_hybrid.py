@@ -1,5 +1,7 @@
 """Steps of models with recurrent layers, which h200_programs.py compiles for an H200."""
 
+from dataclasses import replace
+
 from tests.engine import h200
 
 
@@ -45,6 +47,10 @@ def lowerings():
     made = {
         "keeping_decode_mosaic_gpu": keeping("mosaic_gpu", _shape(True)),
         "keeping_prefill_mosaic_gpu": keeping("mosaic_gpu", _shape(False, checkpoints=16)),
+        # States are written after the drafts were accepted.
+        "keeping_verify_mosaic_gpu": keeping(
+            "mosaic_gpu", replace(_shape(False), tokens=32, drafts=3)
+        ),
     }
     for implementation in ("xla", "mosaic_gpu"):
         made |= {

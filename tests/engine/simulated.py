@@ -153,7 +153,7 @@ class SimulatedDevice:
             self._take_own_drafts(shape, cache, fields)
         width = shape.drafts + 1
         columns = 2 if shape.features.logprobs is None else 3 + 2 * shape.features.logprobs
-        out, chosen = np.zeros((width, shape.rows, columns + 1), np.int32), []
+        out, chosen, states = np.zeros((width, shape.rows, columns + 1), np.int32), [], []
         choices = self._choices(cache)
         for row in range(np.count_nonzero(fields["seq_lens"])):
             drafts = int(fields["drafts"][row])
@@ -171,9 +171,12 @@ class SimulatedDevice:
                 if column == accepted < drafts and packed[1] and token == drafted[column]:
                     accepted += 1
             out[:, row, -1] = accepted
+            count = len(tokens) - drafts + accepted
+            states += self._written(shape, fields, row, start, chains[: count + 1], places[:count])
             slot, first = int(fields["sampling_states"][row]), start + len(tokens) - drafts
             kept = out[: accepted + 1, row, 0].tolist()
             chosen += [(slot, first + at, token) for at, token in enumerate(kept)]
+        self._leave_states(cache, states)
         self._remember(shape, choices, chosen, each_once=False)
         if shape.drafter is not None:
             self._draft(shape, cache, fields)

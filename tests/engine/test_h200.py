@@ -39,6 +39,7 @@ MORE_HYBRID = (
     "hybrid_decode_mosaic_gpu",
     "hybrid_keeping_decode_mosaic_gpu",
     "hybrid_keeping_prefill_mosaic_gpu",
+    "hybrid_keeping_verify_mosaic_gpu",
     "hybrid_prefill_mosaic_gpu",
     "hybrid_experts_prefill_mosaic_gpu",
 )

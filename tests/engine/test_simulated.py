@@ -19,7 +19,7 @@ from jaxkv.engine.step_pipeline import StepPipeline
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.runner import buckets
 from tests.engine import simulated_grammar, simulated_requests
-from tests.engine.simulated_engines import KINDS, WINDOWS, Setting, draw_setting, engine_of
+from tests.engine.simulated_engines import KINDS, Setting, draw_setting, engine_of
 from tests.engine.simulated_grammar import grammar_of
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, check_books
@@ -118,7 +118,7 @@ DRAFTERS = {"host": draw_speculating, "device": draw_drafts_on_device}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", ["full", "windows"])
+@pytest.mark.parametrize("kind", ["full", "windows", "hybrid"])
 def test_drafts_change_no_token(kind, drafter):
     """Beside preemptions, prefix hits, aborts, faults and bursts; some drafts are right and some are not."""
     seen = play_many(kind, range(8), (3, 6), setting_of=DRAFTERS[drafter])
@@ -128,7 +128,7 @@ def test_drafts_change_no_token(kind, drafter):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token_for_long(kind, drafter):
     for wishes in (simulated_requests.WISHES, simulated_requests.WISHES_WITH_GRAMMARS):
         seen = play_many(kind, range(100, 180), (4, 10, 20), wishes, DRAFTERS[drafter])
@@ -205,11 +205,6 @@ def test_an_engine_with_too_many_rows_drafts_nothing_and_overlaps():
     while all(one.status != FINISHED for one in made):
         engine.step()
     assert engine.speculation.stats.steps == 0
-
-
-def test_models_with_recurrent_layers_are_refused_drafts():
-    with pytest.raises(ValueError, match="speculation needs a model without recurrent states"):
-        engine_of(random.Random(0), Setting("hybrid", drafts=2))
 
 
 def test_a_budget_without_room_for_the_drafts_of_a_row_is_refused():

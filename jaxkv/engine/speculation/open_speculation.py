@@ -8,7 +8,7 @@ from jaxkv.engine.speculation.drafter import Drafter
 from jaxkv.engine.speculation.ngrams import NgramDrafter
 from jaxkv.engine.speculation.pace import Pace
 from jaxkv.engine.speculation.speculation import Speculation
-from jaxkv.models.protocol import Model
+from jaxkv.models.protocol import Model, TakesBack
 from jaxkv.runner.step_shapes import StepShapes, draft_counts
 
 
@@ -36,11 +36,11 @@ def open_speculation(
     """
     if config is None:
         return None
-    if layout.state_groups:
+    if layout.state_groups and not isinstance(model, TakesBack):
         names = ", ".join(group.name for group in layout.state_groups)
         raise ValueError(
-            f"speculation needs a model without recurrent states, because rejected tokens cannot be taken back from "
-            f"them; got a cache with {names}. Turn speculation off"
+            f"speculation of a {type(model).__name__} needs a cache without recurrent states, from which it cannot "
+            f"take rejected tokens back; got one with {names}. Turn speculation off"
         )
     if model.whole_prompts:
         raise ValueError(

@@ -120,25 +120,23 @@ def test_a_hundred_and_fifty_tokens_lose_two_percent_if_steps_are_as_long_as_ove
     assert serving.speedup > 0.98
 
 
-@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95])
 @pytest.mark.parametrize(
     "seconds",
     [flat(1.05), by_token(0.1), by_token(0.3), by_tile],
     ids=["flat", "tenths", "thirds", "tiles"],
 )
-def test_tokens_come_about_as_fast_as_with_the_best_number_of_drafts(seconds, share, rows):
+def test_tokens_come_about_as_fast_as_with_the_best_number_of_drafts(seconds, share):
     fixed = [
         sum(share**accepted for accepted in range(drafts + 1)) / seconds(drafts)
         for drafts in (0, *COUNTS)
     ]
-    serving = Serving(seconds, lambda _: share, rows=rows, lag=1)
+    serving = Serving(seconds, lambda _: share, rows=1, lag=1)
     serving.steps(2000)
     assert serving.speedup > 0.95 * max(fixed)
     assert serving.speedup > 0.98
 
 
-@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(
     ("seconds", "shares", "most"),
     [
@@ -151,8 +149,8 @@ def test_tokens_come_about_as_fast_as_with_the_best_number_of_drafts(seconds, sh
         (by_tile, (0.3, 0.9), 1.3),
     ],
 )
-def test_texts_that_change_are_served_faster_than_without_drafts(seconds, shares, most, rows):
-    serving = Serving(seconds, lambda step: shares[step // 300 % 2], rows=rows, lag=1)
+def test_texts_that_change_are_served_faster_than_without_drafts(seconds, shares, most):
+    serving = Serving(seconds, lambda step: shares[step // 300 % 2], rows=8, lag=1)
     serving.steps(3000)
     assert serving.speedup > 1.05
     # Long chains where they are right, and few where they are not.

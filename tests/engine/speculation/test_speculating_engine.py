@@ -1,16 +1,30 @@
 """An engine that verifies drafts gives every request the bits that it gives without them."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
 
+from jaxkv.cache.spec import group_layers
 from jaxkv.config.speculation import SpeculationConfig
+from jaxkv.engine.speculation.open_speculation import open_speculation
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.tensor_parallel import over_devices
+from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.step import verify
 from tests.defects import Defects, wrap
 from tests.engine.drafters import AnyPace, Guesser, KnownTexts
 from tests.engine.engines import VOCAB, assert_idle, engine_for, oracle, request_of
-from tests.engine.test_batch_invariance import FAMILIES, alone, engine_of, play, requests_of, said
+from tests.engine.test_batch_invariance import (
+    FAMILIES,
+    alone,
+    engine_of,
+    play,
+    recurrent_model,
+    requests_of,
+    said,
+)
 from tests.engine.test_processors import KNOWN
 from tests.engine.test_processors import alone as alone_by_numpy
 from tests.engine.test_processors import requests as requests_with_processors
@@ -42,7 +56,7 @@ def guess(engine, requests, answers, rightness, seed=0, *, on_device):
 def served_bits(
     family, samplings, rightness, *, dtype="float32", games=2, on_device=False, **options
 ):
-    """Asserts that requests have the bits that they have alone; returns the accepted drafts.
+    """Asserts that requests have the bits that they have alone; returns the accepted drafts and the cached tokens.
 
     With a drafter on the device, some steps are sent before the drafts of the last one are counted.
     """
@@ -58,29 +72,32 @@ def served_bits(
         served += play(engine, requests, random.Random(game))
         assert [said(one) for one in served[-len(requests) :]] == wanted
     assert_idle(engine)
-    assert sum(one.cached for one in served) > 0
     stats = engine.speculation.stats
     assert (stats.overlapped > 2) == on_device, stats
-    return sum(stats.accepted)
+    return sum(stats.accepted), sum(one.cached for one in served)
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_tokens_and_log_probabilities_are_the_bits_without_drafts(on_device):
     way = {"rows": 4, "tokens": 16, "pages": 9}
-    assert served_bits("dense", SAMPLINGS[:1], 0.7, on_device=on_device, **way) > 30
+    accepted, cached = served_bits("dense", SAMPLINGS[:1], 0.7, on_device=on_device, **way)
+    assert accepted > 30
+    assert cached > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rightness", [0.0, 0.5, 1.0], ids=["never", "half", "always"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "recurrent"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_without_drafts(family, rightness, dtype, on_device):
-    drafts = 2 if on_device else 5
+    drafts, hits = 2 if on_device else 5, 0
     for way in ({"rows": 4, "tokens": 16, "pages": 9}, {"rows": 7, "tokens": 48, "drafts": drafts}):
         way |= {"dtype": dtype, "games": 4, "on_device": on_device}
-        accepted = served_bits(family, SAMPLINGS, rightness, **way)
+        accepted, cached = served_bits(family, SAMPLINGS, rightness, **way)
         assert (accepted > 50) == (rightness > 0)
+        hits += cached
+    assert hits > 0
 
 
 @pytest.mark.slow
@@ -119,6 +136,18 @@ def test_prompt_lookup_finds_the_repetitions_of_greedy_texts():
     assert_idle(engine)
 
 
+def test_recurrent_layers_on_several_devices_are_refused():
+    whole, _ = recurrent_model()
+    delta = replace(whole.config.delta, key_heads=2)
+    whole = replace(whole, config=replace(whole.config, delta=delta))
+    divided = over_devices(whole, 2, whole.param_shapes("float32"), planned=True)
+    layout = group_layers(divided.cache_specs(page_size=8, dtype="float32"))
+    sizes = {"max_tokens": 64, "max_rows": 2, "token_budget": 16, "whole_prompts": False}
+    shapes, config = StepShapes(layout, **sizes, drafts=2), SpeculationConfig(tokens=2)
+    with pytest.raises(ValueError, match="of a TensorParallel needs a cache without recurrent"):
+        open_speculation(divided, layout, shapes, config, time.monotonic)
+
+
 def test_models_with_whole_prompts_are_refused():
     with pytest.raises(ValueError, match="whose prompts can be computed in chunks"):
         engine_for(rope="dynamic", speculation=SpeculationConfig())
@@ -153,6 +182,14 @@ def random_numbers_are_those_of_the_first_position(patch):
         return frozen
 
     wrap(patch, verify, "sample_next", make)
+
+
+@DEFECTS(AssertionError, scene=lambda: served_bits("recurrent", SAMPLINGS[:1], 0.5, **WIDE))
+def states_hold_rejected_drafts(patch):
+    def make(settled):
+        return lambda *given: settled(*given[:-1], given[-1] * 0)
+
+    wrap(patch, Decoder, "settled", make)
 
 
 FOLLOWED = WIDE | {"on_device": True}

@@ -1,12 +1,15 @@
 """Families with recurrent layers compute what Hugging Face Transformers computes, in float32, however a text is cut."""
 
 import copy
+import random
 
 import numpy as np
 import pytest
 
 from jaxkv.config.checkpoint_policy import CheckpointPolicy
+from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.models.registry import load_params
+from tests.engine.drafters import Guesser
 from tests.engine.hybrid import engine_of, run
 from tests.models.driver import Driver
 
@@ -137,6 +140,40 @@ def test_conversations_that_begin_from_kept_states_have_the_tokens_of_transforme
     ask(turn + other[:9], len(turn) - 1)
     ask(prompt[:66] + other[9:], 64 if scans else 0)
     ask(prompt, 64 if scans else 66)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rightness", [0.0, 0.6, 1.0], ids=["never", "often", "always"])
+@pytest.mark.parametrize("name", [*THOROUGH, *BRIEF])
+def test_tokens_behind_drafts_are_those_of_transformers(made, name, rightness):
+    """The second turn begins from states that were kept behind drafts."""
+    case, theirs, model, params = made(name)
+    engine = engine_of(
+        network=(model, params),
+        page=8,
+        longest=128,
+        budget=80,
+        tokens=80,
+        policy=CheckpointPolicy(),
+        speculation=SpeculationConfig(tokens=3, adaptive=False),
+    )
+    wanted, answers = [], {}
+    engine.speculation.drafter = Guesser(
+        random.Random(0), rightness, lambda request: answers[request.prompt], model.vocab_size
+    )
+    tokens = case.prompt(30)
+    for at in range(2):
+        tokens = tokens + case.prompt(7, offset=1) * at
+        wanted, lead = cases.greedy(theirs, tokens, 16)
+        assert lead > 1e-3, f"seed {case.seed} has a near tie: choose another"
+        answers[tuple(tokens)] = wanted
+        [one] = run(engine, tokens, max_tokens=16)
+        assert one.token_ids == wanted
+        assert (one.cached > 30) == at
+        tokens = list(one.tokens)
+    accepted = sum(engine.speculation.stats.accepted)
+    assert sum(engine.speculation.stats.drafted) > 10
+    assert (accepted > 5) == (rightness > 0)
 
 
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made, tmp_path):
