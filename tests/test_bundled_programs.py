@@ -10,8 +10,19 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxkv import LLM, CacheConfig, SamplingParams, SpeculationConfig, StructuredOutputs
+from jaxkv import (
+    LLM,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+    StructuredOutputs,
+)
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.engine.bundled_programs import refuse_unbundled
 from jaxkv.errors import BadBundle, ProgramRefused
+from jaxkv.models.registry import build_model
+from jaxkv.sampling.processors import LogitsProcessors
 from tests.one_layer import one_layer_model
 
 ROOT = Path(__file__).parents[1]
@@ -171,9 +182,12 @@ def double(logits, history):
     ("options", "what"),
     [
         ({"logits_processors": {"double": double}}, "logits processors"),
-        (
-            {"speculation": SpeculationConfig(method="draft_model", model="x", tokens=2)},
-            "a model that drafts",
+        *(
+            ({"speculation": SpeculationConfig(**drafts)}, "a model or head that drafts")
+            for drafts in (
+                {"method": "draft_model", "model": "x"},
+                {"method": "eagle3", "model": "x"},
+            )
         ),
     ],
 )
@@ -220,14 +234,12 @@ def test_programs_of_every_kind_come_back(model, tmp_path):
         assert output.prompt_logprobs == expected.prompt_logprobs
 
 
-def test_what_the_device_cannot_serialise_is_named_and_nothing_is_left(model, tmp_path):
-    """XLA's CPU backend serialises no program that sorts."""
-    folder = tmp_path / "bundle"
-    with LLM(model, progress=False, **SIZES) as llm:
-        llm.warm_up(batch=1, prompt_tokens=1, temperature=1.0, top_p=0.9, max_tokens=1)
-        with pytest.raises(BadBundle, match=r"filters=True.* cannot be put into a bundle on cpu"):
-            llm.save_programs(folder)
-    assert not folder.exists()
+def test_layers_that_draft_are_refused_though_they_name_no_model():
+    drafted = EngineConfig(speculation=SpeculationConfig(method="mtp"))
+    with pytest.raises(BadBundle, match="a model or head that drafts"):
+        refuse_unbundled(build_model(SHAPES["tiny"]), LogitsProcessors(), drafted)
+    looked_up = EngineConfig(speculation=SpeculationConfig(method="ngram"))
+    refuse_unbundled(build_model(SHAPES["tiny"]), LogitsProcessors(), looked_up)
 
 
 def test_the_command_refuses_a_folder_that_exists_before_it_compiles(tmp_path):

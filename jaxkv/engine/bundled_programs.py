@@ -59,8 +59,8 @@ def refuse_unbundled(model: Model, processors: LogitsProcessors, engine: EngineC
         what = f"programs of several devices (tensor_parallel_size {model.count})"
     elif processors.processors:
         what = "programs with the code of logits processors"
-    elif engine.speculation is not None and engine.speculation.model is not None:
-        what = "programs of a model that drafts"
+    elif engine.speculation is not None and engine.speculation.method != "ngram":
+        what = "programs of a model or head that drafts"
     else:
         return
     raise BadBundle(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import BadBundle
@@ -142,6 +143,21 @@ def test_what_others_can_write_to_is_not_loaded(folder, name):
         Bundle(folder)
     os.chmod(path, path.stat().st_mode & ~stat.S_IWGRP)
     Bundle(folder)
+
+
+def test_what_the_device_cannot_serialise_is_named_and_nothing_is_left(
+    tmp_path, programs, monkeypatch
+):
+    """XLA's CPU backend cannot serialise some programs that sort."""
+
+    def refuse(compiled):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: `LessThan` is not serializable.")
+
+    monkeypatch.setattr(serialize_executable, "serialize", refuse)
+    refused = r"decode\(tokens=2.* cannot be put into a bundle on cpu: .*`LessThan`"
+    with pytest.raises(BadBundle, match=refused):
+        write_bundle(tmp_path / "bundle", FACTS, programs.manifest(), DEVICE, VALUES)
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_no_folder_is_overwritten(folder, programs):
