@@ -182,12 +182,9 @@ def double(logits, history):
     ("options", "what"),
     [
         ({"logits_processors": {"double": double}}, "logits processors"),
-        *(
-            ({"speculation": SpeculationConfig(**drafts)}, "a model or head that drafts")
-            for drafts in (
-                {"method": "draft_model", "model": "x"},
-                {"method": "eagle3", "model": "x"},
-            )
+        (
+            {"speculation": SpeculationConfig(method="draft_model", model="x", tokens=2)},
+            "a model or head that drafts",
         ),
     ],
 )
