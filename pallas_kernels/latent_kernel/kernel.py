@@ -41,7 +41,8 @@ class Source:
     Attributes:
         arrays: names of the input arrays that the producer reads, in the order of arguments; the last one describes the
             pieces.
-        producer: class of the producer warpgroup.
+        producer: class of the producer warpgroup, whose `run` fetches all tiles. In a kernel without one, each consumer
+            has an instance and calls `fetch_queries`, and `start`, `finish` and `drain` for its halves of tiles.
         arrivals: number of arrivals that complete the barrier of `lo`, and that of `hi` with its `rope`.
         registers: registers per thread of a consumer and of the producer. Each of the three warpgroups starts with 168;
             if twice the first plus the second exceeded 504, the block would wait forever.

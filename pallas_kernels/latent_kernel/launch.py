@@ -3,7 +3,8 @@
 A block has three warpgroups. Two consumers (consumer.py) share 64 rows, which are heads of one or a few queries. Each
 consumer computes the scores of every second tile of keys. Each multiplies the weights of all tiles by its half of the
 values' columns, since 64 rows of 512 float32 outputs exceed the registers of one warpgroup. The producer, which the op
-provides, keeps tiles in flight. A half of a tile is free as soon as the one consumer that multiplies it is done.
+provides, keeps tiles in flight. A half of a tile is free as soon as the one consumer that multiplies it is done;
+without a producer (`Kernel.has_producer`), that consumer then fetches the same half of a later tile.
 
 Refs to whole arrays have the names of the arrays. `lo` and `hi` are the halves of a tile's values; `rope` is its rotary
 part.

@@ -4,6 +4,7 @@ A block has three warpgroups: two consumers (mosaic_consumer.py) of 64 query row
 (mosaic_producer.py) that keeps tiles of keys and values in flight for both. A piece of work (mosaic_piece.py) is one
 tile of tokens and one pack of heads. The rows of a consumer are its tokens for the pack's first head, then for the
 second, and so on. All three warpgroups loop over the same pieces, and within a piece over the same tiles of keys.
+Without a producer (`Kernel.has_producer`), the second consumer does its work.
 
 Refs to whole arrays have the names of the arrays.
 """
