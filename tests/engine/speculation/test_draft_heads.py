@@ -139,12 +139,11 @@ def random_head(name, folder):
     )
 
 
+SLOW = ("deepseek-v3", "glm-4.5", "qwen3-next")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "eagle3",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("deepseek-v3", "glm-4.5")),
-    ],
+    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_drafts_are_those_of_the_definition(name, tmp_path, monkeypatch):
     """Behind each verified step, and so do the tokens."""
