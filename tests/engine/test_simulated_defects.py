@@ -371,7 +371,7 @@ def two_rows_get_the_masks_of_each_other(patch):
     "a token that is not allowed",
     caches=["full"],
     wishes=[(GRAMMAR, {})],
-    **GUESSED | {"drafted_share": 0.5},
+    **GUESSED | {"drafted_share": 0.5, "rows": 3, "spare": None},
 )
 def drafts_are_verified_beside_a_row_whose_mask_is_not_known_yet(patch):
     patch.setattr(RequestState, "has_mask", True)
