@@ -20,7 +20,6 @@ from jaxkv.config.checks import as_int
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.collect import Collector
 from jaxkv.engine.finish import Finisher
-from jaxkv.engine.grammar_pace import GrammarPace
 from jaxkv.engine.host_tier.host_cache import HostCache
 from jaxkv.engine.lora.adapters import Adapters
 from jaxkv.engine.lora.loaded_adapter import LoadedAdapter
@@ -71,7 +70,6 @@ class Engine:
         asleep: whether `sleep` has given the cache's memory back.
         adapters: the low-rank adapters that requests may name.
         speculation: drafts tokens that decode steps verify; `None` for none.
-        grammar_pace: decides whether requests with a grammar take part in every step.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class Engine:
         self.speculation = open_speculation(
             runner.model, layout, self.shapes, config.speculation, clock, drafter
         )
-        self.grammar_pace = GrammarPace()
         page_sizes = {group.page_size for group in layout.paged_groups}
         self.scheduler = Scheduler(
             allocator,
@@ -116,7 +113,6 @@ class Engine:
             most_steps=self.multi_step.most,
             prefetch=reuse.prefetch,
             speculation=self.speculation,
-            grammar_pace=self.grammar_pace,
         )
         self._finisher = Finisher(self.scheduler, reuse.index, clock)
         self._pipeline = StepPipeline(
@@ -493,7 +489,6 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             self._recover(error)
             return
-        self.grammar_pace.note_wait(self._pipeline.last_wait)
         try:
             ended = self._collector.collect(step, sampled)
         except CachePoisoned as error:
@@ -506,13 +501,11 @@ class Engine:
 
         So no step is left unsampled when `step` returns: new weights, for example, take effect between whole steps.
         """
-        began = time.perf_counter()
         update_masks(list(self.scheduler.running), self._finisher)
         if not self._pipeline.may_sample:
             return
         try:
             self._pipeline.sample()
-            self.grammar_pace.note_cost(time.perf_counter() - began)
         except CachePoisoned as error:
             self._recover(error)
         except STEP_FAILURES as error:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy, Reservation
 from jaxkv.cache.prefix.index import PrefixIndex
-from jaxkv.engine.grammar_pace import GrammarPace
 from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
 from jaxkv.engine.parallel_samples import ParallelSamples
 from jaxkv.engine.request_queues import RequestQueues
@@ -47,7 +46,6 @@ class Scheduler:
         most_steps: decode steps that are planned at once while all requests generate and pages are free.
         prefetch: swaps prefixes in from the host; `None` without a host tier.
         speculation: drafts tokens that decode steps verify; `None` for none.
-        grammar_pace: decides whether requests with a grammar leave out steps; `None` for never.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Scheduler:
         most_steps: int = 1,
         prefetch: HostPrefetch | None = None,
         speculation: Speculation | None = None,
-        grammar_pace: GrammarPace | None = None,
     ) -> None:
         if token_budget < max_rows:
             raise ValueError(
@@ -77,7 +74,6 @@ class Scheduler:
         self._queues = RequestQueues()
         self._prefetch = prefetch
         self._speculation = speculation
-        self._grammar_pace = grammar_pace or GrammarPace()
         self._allocator = allocator
         self._parallel_samples = ParallelSamples(allocator, self._queues)
         self._prefix = None if whole_prompts else prefix
@@ -170,8 +166,7 @@ class Scheduler:
         parts = rows + [part_of(sequence, count) for sequence, count in wanted]
         steps = 1
         has_drafts = self._speculation is not None and not forced and self._draft(parts)
-        alone = has_drafts or forced or self._leaves_out
-        may_burst = self.most_steps > 1 and not (alone or self.waiting)
+        may_burst = self.most_steps > 1 and not (has_drafts or forced or self.waiting)
         if may_burst and self._reserve_steps(parts):
             steps = self.most_steps
             parts = [extended(part, steps) for part in parts]
@@ -246,28 +241,18 @@ class Scheduler:
         self._copies: list[tuple[RequestState, PageCopy]] = []
         self._preempted: list[RequestState] = []
         self._sample_only: list[RequestState] = []
-        self._leaves_out = False
         self.shortage = None
 
     def _plan_all(self) -> tuple[list[Part], list[RequestState]]:
         """Starts other samples and admits waiting requests; returns rows and chunks as `_reserve_running` does."""
         self._parallel_samples.start(self._max_rows)
-        rows, chunks = self._reserve_running(self._candidates())
+        rows, chunks = self._reserve_running(list(self._queues.running))
         decode_only, self._decode_next = self._decode_next and bool(rows), False
         if decode_only:
             return rows, []
         if not self._preempted:
             self._admit_waiting(len(rows), chunks)
         return rows, chunks
-
-    def _candidates(self) -> list[RequestState]:
-        """Returns the running requests that may take part in the next step, see `GrammarPace`."""
-        running = list(self._queues.running)
-        if not self._grammar_pace.leaves_out:
-            return running
-        others = [one for one in running if one.constraint is None or not one.pending]
-        self._leaves_out = 0 < len(others) < len(running)
-        return others if self._leaves_out else running
 
     def _reserve_running(
         self, candidates: list[RequestState]

@@ -54,7 +54,6 @@ class StepPipeline:
     Attributes:
         steps: number of steps sent so far.
         wait_seconds: time that `receive` has waited for the device.
-        last_wait: time that the last `receive` has waited for a step that the device had not computed yet.
         must_receive: the last plan was not sent, because it needs the tokens of the steps in flight.
     """
 
@@ -75,7 +74,7 @@ class StepPipeline:
         # The last step sent, if its tokens are not sampled yet.
         self._unsampled: UnsampledStep | None = None
         self.steps = 0
-        self.wait_seconds = self.last_wait = 0.0
+        self.wait_seconds = 0.0
         self.must_receive = False
 
     @property
@@ -102,15 +101,11 @@ class StepPipeline:
         step, began = self._in_flight.popleft(), time.perf_counter()
         self.must_receive = False
         try:
-            is_done = step.is_done
             packed = self._runner.read(step.out)
         except jax.errors.JaxRuntimeError as error:
             self._oom_backoff.note_failure(step.shape, error, lost=True)
             raise
-        waited = time.perf_counter() - began
-        self.wait_seconds += waited
-        # The copy to the host takes some time even of a step that is done.
-        self.last_wait = 0.0 if is_done else waited
+        self.wait_seconds += time.perf_counter() - began
         self._oom_backoff.note_success(step.shape)
         return step, step.unpack(packed)
 
@@ -146,7 +141,7 @@ class StepPipeline:
             if not self._oom_backoff.note_failure(step.shape, error, lost=False):
                 self._finisher.fail_if_retried([part.sequence for part in parts], error)
             raise
-        self._hold(replace(step, parts=parts, out=out, sampler=sampler))
+        self._in_flight.append(replace(step, parts=parts, out=out, sampler=sampler))
 
     def send(self, plan: StepPlan) -> None:
         """Prepares the cache for a plan, and sends a step of the requests whose preparation succeeded.
@@ -211,10 +206,10 @@ class StepPipeline:
                 self._finisher.fail(parts[0].sequence, error)
                 return
         self._send_or_record(parts, shape)
-        if self._multi_step.measures(shape) and len(self._in_flight) > 1:
-            before = self._in_flight[-2]
-            if before.shape == shape:
-                self._multi_step.record(shape, idle=before.is_done)
+        if self._in_flight and self._multi_step.measures(shape):
+            self._in_flight[-1].start_copy_to_host()
+            if len(self._in_flight) > 1 and self._in_flight[-2].shape == shape:
+                self._multi_step.record(shape, idle=self._in_flight[-2].is_done)
 
     def _verify_shape(self, parts: Sequence[Part]) -> StepSpec | None:
         """Returns the program that verifies the drafts of these parts; `None` to send them without drafts."""
@@ -266,15 +261,10 @@ class StepPipeline:
         if isinstance(step, UnsampledStep):
             self._unsampled = step
         else:
-            self._hold(step)
+            self._in_flight.append(step)
         self.steps += shape.steps
         if shape.drafter is not None and self._speculation is not None:
             self._speculation.follow(parts)
-
-    def _hold(self, step: InFlightStep) -> None:
-        """Keeps a step until it is received, and has its tokens copied as soon as they are computed."""
-        step.start_copy_to_host()
-        self._in_flight.append(step)
 
     def _run(self, parts: Sequence[Part], shape: StepSpec) -> InFlightStep | UnsampledStep:
         """Runs a step, or its first program, with the pending checkpoints that fit; releases them if that fails."""

@@ -185,8 +185,6 @@ def engine_of(draw, setting):
             engine.shapes.drafter = DeviceGuesser(guesser, engine)
         if setting.drafted_share is not None:
             engine.speculation.pace = AnyPace(draw, setting.drafted_share)
-    pace = engine.grammar_pace
-    pace.note_cost = lambda seconds: setattr(pace, "leaves_out", draw.random() < 0.5)
     if engine.host is not None:
         engine.host.transfers.memory = SlowMemory(draw)
     if setting.coarse:

@@ -63,11 +63,8 @@ def assert_answers(made, requests):
         assert (tuple(one.token_ids), one.reason) == (wanted.token_ids, wanted.reason)
 
 
-def engine_with(*, leaves_out=False, **changes):
-    engine = engine_of(random.Random(0), replace(SETTING, **changes))[0]
-    engine.grammar_pace.leaves_out = leaves_out
-    engine.grammar_pace.note_cost = lambda seconds: None
-    return engine
+def engine_with(**changes):
+    return engine_of(random.Random(0), replace(SETTING, **changes))[0]
 
 
 def test_a_step_runs_before_its_masks_are_known_and_is_sampled_once_the_tokens_before_are_read():
@@ -96,25 +93,6 @@ def test_rows_with_a_grammar_take_part_in_every_step():
     requests = [ask(2), ask(None, max_tokens=LONG), ask(4, (9,))]
     assert_answers(serve(engine, requests), requests)
     # All in one step for each token, and once more before the ends are known.
-    assert engine.steps == LONG + 1
-
-
-def test_rows_with_a_grammar_leave_out_every_second_step_while_the_device_waits_for_the_host():
-    engine = engine_with(leaves_out=True)
-    requests = [ask(2), ask(None, max_tokens=2 * LONG), ask(4, (9,))]
-    shapes, send = [], engine._pipeline._send_or_record
-    engine._pipeline._send_or_record = lambda parts, shape: (
-        shapes.append(shape.forward_only),
-        send(parts, shape),
-    )
-    assert_answers(serve(engine, requests), requests)
-    assert shapes[: 2 * LONG] == [True, False] * LONG
-
-
-def test_rows_with_a_grammar_alone_take_part_in_every_step_at_any_pace():
-    engine = engine_with(leaves_out=True)
-    requests = [ask(2), ask(4, (9,))]
-    assert_answers(serve(engine, requests), requests)
     assert engine.steps == LONG + 1
 
 
