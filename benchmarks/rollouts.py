@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with LLM.from_parts(build_model(config), params, progress=False, **wishes) as llm:
             rows.append(run(llm, params, options, floor))
         path = save_record(f"rollouts-{options.shape}", rows, folder=options.folder)
-    print(render(load_record(path)))
+        print(render(load_record(path)), flush=True)
 
 
 if __name__ == "__main__":
