@@ -256,8 +256,8 @@ class PageAllocator:
             )
         if held.lacks(num_tokens):
             raise ValueError(
-                f"sequence {seq} cannot go back from {held.computed} to {num_tokens} tokens: it has freed pages that it "
-                f"would need; compute it again from its beginning"
+                f"sequence {seq} cannot go back from {held.computed} to {num_tokens} tokens: it has freed pages that "
+                f"it would need; compute it again from its beginning"
             )
         held.take_back(num_tokens)
 
