@@ -79,7 +79,8 @@ def load_draft_model(
             "what drafts needs prompts that can be computed in chunks, which this model's or head's cannot; choose "
             "another"
         )
-    rows = max(1, min(max_sequences, LOOSE_TOKENS // (config.tokens + 1)))
+    # With one draft each, so many rows fit in a step that verifies drafts.
+    rows = max(1, min(max_sequences, LOOSE_TOKENS // 2))
     layout, budget = plan_cache(
         model,
         CacheConfig(max_sequences=rows),

@@ -24,6 +24,7 @@ from jaxkv.engine.routed_experts import ExpertsSpec
 from jaxkv.engine.warm_up import WarmUp
 from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model
 from jaxkv.models.tensor_parallel import TensorParallel
 from jaxkv.offload.programs import SwapSpec
@@ -57,6 +58,8 @@ def refuse_unbundled(model: Model, processors: LogitsProcessors, engine: EngineC
     """Raises `BadBundle` for an engine whose programs no bundle holds."""
     if isinstance(model, TensorParallel):
         what = f"programs of several devices (tensor_parallel_size {model.count})"
+    elif not isinstance(model, Decoder):
+        what = f"programs of a {type(model).__name__}, whose code is not part of jaxkv,"
     elif processors.processors:
         what = "programs with the code of logits processors"
     elif engine.speculation is not None and engine.speculation.method != "ngram":
@@ -110,6 +113,7 @@ def runner_facts(runner: ModelRunner) -> Facts:
     leaves, _ = jax.tree_util.tree_flatten_with_path(runner.param_types)
     return {
         "implementation": runner.implementation.name,
+        "params_structure": str(jax.tree.structure(runner.param_types)),
         "params": {
             jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves
         },

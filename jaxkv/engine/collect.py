@@ -126,8 +126,10 @@ class Collector:
                 if sequence.started is None and taken:
                     sequence.started = now
                 if taken < emits:
-                    # Steps after its last token computed tokens that are not part of the text.
-                    sequence.collected -= emits - taken
+                    # What was computed behind its last token is not part of the text. A last token that was a draft
+                    # is computed itself, and one that was sampled is not.
+                    is_computed = bool(drafts) and steps[taken].finite[index]
+                    sequence.collected -= emits - taken - is_computed
                     if sequence.reason is None:
                         sequence.tainted = True
                         ended.append((sequence, None))

@@ -255,6 +255,8 @@ class Engine:
         version = _next_version(self.runner.weight_version, version)
         with named_exhaustion("updating the weights"):
             self.runner.update_params(params, version)
+        if self.speculation is not None:
+            self.speculation.drop_shared()
         # At once, so that nothing of the old weights stays if what follows fails.
         self.clear_prefixes()
         if requests == "recompute":

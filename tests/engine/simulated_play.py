@@ -84,6 +84,8 @@ class Play:
             self.engine.step()
         check_books(self.engine)
         assert_all_is_free(self.engine)
+        if self.engine.prefix is not None:
+            assert all(one.confirmed for one in self.engine.prefix._states.kept)
         for sequence, request in self.sequences:
             self._compare(sequence, answer(request, self._setting.broken_every))
 

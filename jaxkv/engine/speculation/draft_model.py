@@ -1,8 +1,10 @@
 """`DraftModel`: drafts by a smaller model or a head of the same vocabulary, with pages and programs of its own."""
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,6 @@ from jaxkv.engine.steps.step_plan import Part
 from jaxkv.errors import STEP_FAILURES, CachePoisoned, OutOfPages, OutOfStates
 from jaxkv.models.draft_heads.head import AHEAD, DraftHead
 from jaxkv.models.draft_heads.load import joined
-from jaxkv.models.protocol import Params
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.draft_programs import CatchUpSpec, DraftSpec, HiddenPool, PutDraftsSpec
 from jaxkv.runner.program_specs import StepSpec
@@ -40,7 +41,8 @@ class _DraftRow:
         params: the sampling parameters that drafts are drawn with.
         features: what they need.
         computed: positions of the request whose keys and values are computed, at least.
-        is_followed: the last chain had room for its drafts, so it has also computed the tokens before them.
+        is_followed: all tokens before the last chain were computed, and it had room for its drafts, so the tokens
+            before these are computed too.
     """
 
     number: int
@@ -87,8 +89,9 @@ class DraftModel:
         self._head = model if isinstance(model, DraftHead) else None
         self._hidden = None if self._head is None else HiddenPages(verifier, drafts)
         self._ahead = 0 if self._head is None else AHEAD
-        # The verifying model's parameters, of which the head has some.
-        self._joined: Params = None
+        # The arrays of the verifying model that the head has; `None` while it has none.
+        self._joined: list[Any] | None = None
+        self._refuse_other_dtypes()
         self._join()
 
     def draft(
@@ -125,6 +128,10 @@ class DraftModel:
         """Gives back the memory of its cache; the next draft makes it again. A head drops what it shares."""
         self._forget()
         self._runner.owner.close()
+        self.drop_shared()
+
+    def drop_shared(self) -> None:
+        """Drops the parameters that a head has from the verifying model; the next draft takes those of that time."""
         if self._head is not None:
             self._runner.params = joined(self._head, self._runner.params, None)
             self._joined = None
@@ -133,6 +140,7 @@ class DraftModel:
         """Frees its cache, and drops its parameters and programs."""
         self._forget()
         self._runner.close()
+        self._joined = None
 
     def declare(
         self, sampling: SamplingParams, rows: int
@@ -167,11 +175,27 @@ class DraftModel:
 
     def _join(self) -> None:
         """Gives a head the parameters that it shares with the verifying model, if these are new."""
-        verifier = self._verifier.runner
-        if self._head is not None and self._joined is not verifier.params:
+        if self._head is None:
+            return
+        verifier, before = self._verifier.runner, self._joined
+        found: Any = verifier.params
+        theirs = [found[name] for name in self._head.shared]
+        if before is None or any(map(operator.is_not, theirs, before)):
             params = joined(self._head, self._runner.params, verifier.params)
             self._runner.update_params(params, verifier.weight_version)
-            self._joined = verifier.params
+            self._joined = theirs
+
+    def _refuse_other_dtypes(self) -> None:
+        """Raises `ValueError` if a head was loaded in another dtype than the parameters that it is to share."""
+        declared: Any = self._runner.params
+        given: Any = self._verifier.runner.params
+        for name in () if self._head is None else self._head.shared:
+            ours, theirs = declared[name].dtype, given[name].dtype
+            if ours != theirs:
+                raise ValueError(
+                    f"a head that drafts shares {name!r} with the model, whose parameters are {theirs} while dtype is "
+                    f"{ours}; give dtype={str(theirs)!r}"
+                )
 
     def _opened(self, sequence: RequestState) -> bool:
         """Opens a request if there is room for it; returns whether it is open."""
@@ -211,7 +235,8 @@ class DraftModel:
         left: list[tuple[RequestState, _DraftRow, int]] = []
         for sequence in sequences:
             row, known = self._rows[sequence], len(sequence.tokens) - self._ahead
-            if sequence.drafts_on_device and row.is_followed:
+            row.is_followed = row.is_followed and sequence.drafts_on_device
+            if row.is_followed:
                 row.computed = known
             stop = min(known, self._reserve(row, known))
             if row.computed < stop:
@@ -281,7 +306,9 @@ class DraftModel:
         verifier.run(PutDraftsSpec(spec.step.rows, self._drafts), (columns[:2], drafts))
         for part, (_, capacity, *_) in zip(parts, places, strict=True):
             row, known = self._rows[part.sequence], len(part.sequence.tokens) - self._ahead
-            row.is_followed = known > self._drafts and capacity >= self._end_of_chain(part)
+            begun = row.is_followed or row.computed >= known
+            fits = known > self._drafts and capacity >= self._end_of_chain(part)
+            row.is_followed = begun and fits
             if row.is_followed:
                 row.computed = max(row.computed, known)
 

@@ -35,6 +35,10 @@ class FollowingDrafter(Drafter, Protocol):
         """Notes that the verifier's cache was lost, perhaps by drafts that could not be computed."""
         ...
 
+    def drop_shared(self) -> None:
+        """Drops parameters of the verifying model, which is given others; the next draft takes those."""
+        ...
+
     def release(self) -> None:
         """Gives the memory of its cache back; the next draft takes it again."""
         ...

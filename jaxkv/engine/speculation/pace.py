@@ -100,6 +100,7 @@ class _SizeClass:
         since_check: steps with drafts since those without were measured.
         rested: steps of the pause.
         was_long: whether the last step with drafts was ignored.
+        counts: numbers of drafts that the last step with drafts could have, descending.
     """
 
     plain: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -113,6 +114,7 @@ class _SizeClass:
     since_check: int = 0
     rested: int = 0
     was_long: bool = False
+    counts: Sequence[int] = ()
 
     @property
     def is_measured(self) -> bool:
@@ -217,6 +219,7 @@ class Pace:
         measured = self._classes[_class_of(rows)]
         if not measured.may_draft:
             return 0
+        measured.counts = counts
         if measured.chosen not in counts:
             measured.chosen, _ = measured.choose(counts, rows, self._acceptance)
             measured.held = 0
@@ -270,7 +273,8 @@ class Pace:
             measured.chosen = None
         assert measured.credit is not None, "it is there once steps without drafts are measured"
         if measured.credit <= 0 or (
-            is_due and measured.choose(self._counts, rows, self._acceptance)[1] < 1
+            is_due
+            and measured.choose(measured.counts or self._counts, rows, self._acceptance)[1] < 1
         ):
             measured.is_paused, measured.chosen = True, None
             measured.held = measured.rested = 0

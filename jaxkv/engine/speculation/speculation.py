@@ -153,6 +153,11 @@ class Speculation:
         if isinstance(self.drafter, FollowingDrafter):
             self.drafter.cache_lost()
 
+    def drop_shared(self) -> None:
+        """Lets a drafter drop the parameters that it has from the verifying model."""
+        if isinstance(self.drafter, FollowingDrafter):
+            self.drafter.drop_shared()
+
     def release(self) -> None:
         """Gives back the cache of a drafter with a model; the next draft takes the memory again."""
         if isinstance(self.drafter, FollowingDrafter):

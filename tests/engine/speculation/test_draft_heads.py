@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -101,6 +104,18 @@ def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowi
         assert share(llm, 2) > 0.9, llm.stats().speculation
         assert drafter._failures == 0
     assert not drafter._rows
+
+
+def test_a_head_keeps_no_weights_of_the_model_that_it_no_longer_needs(knowing):
+    """Neither the old ones after an update, though nothing is drafted since, nor any after `close`."""
+    folder, _, speculation = knowing["mtp"]
+    llm = llm_of(folder, speculation)
+    llm.generate(PROMPTS[2:], GREEDY)
+    for change in (lambda: llm.update_weights(jax.tree.map(jnp.copy, llm.params)), llm.close):
+        old = [weakref.ref(leaf) for leaf in jax.tree.leaves(llm.params)]
+        change()
+        assert len(old) > 10
+        assert [one() for one in old if one() is not None] == []
 
 
 @pytest.mark.slow
