@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,10 @@ def started(which: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     Raises:
         RuntimeError: the process failed; the message has the end of its errors.
     """
-    caches: Mapping[str, str] = {
-        "JAXKV_COMPILE_CACHE": "off" if which == "bundle" else str(folder / "store"),
-        "JAX_COMPILATION_CACHE_DIR": str(folder / ("none" if which == "bundle" else "xla")),
-    }
+    environment = {**os.environ, "JAXKV_COMPILE_CACHE": str(folder / "store")}
+    if which == "bundle":
+        environment["JAXKV_COMPILE_CACHE"] = "off"
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     given = [
         *("--start", which, "--bundle", str(folder / "bundle")),
         *("--load-format", options.load_format, "--rows", str(options.rows)),
@@ -80,7 +80,7 @@ def started(which: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.starts", *given],
-        env={**os.environ, **caches},
+        env=environment,
         capture_output=True,
         text=True,
     )

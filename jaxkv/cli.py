@@ -266,6 +266,7 @@ def _compile(options: argparse.Namespace, screen: Screen) -> int:
     screen.status("starting")
     import jax
 
+    from jaxkv.engine.bundled_programs import refuse_unbundled
     from jaxkv.llm import LLM
 
     # A program that was loaded from a store may not be one that can be stored again.
@@ -285,6 +286,8 @@ def _compile(options: argparse.Namespace, screen: Screen) -> int:
         lora=None if lora is None else LoraConfig(**lora),
         tensor_parallel_size=options.tensor_parallel_size,
     )
+    # What no bundle holds is refused before it is compiled.
+    refuse_unbundled(llm.model, llm.engine.runner.processors, llm.engine.config)
     for name, folder in options.lora_modules:
         llm.add_lora(name, folder)
     largest = cache.max_sequences, llm.max_model_len - 1, tuple(WARM_SAMPLINGS)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 from jaxkv import (
     LLM,
@@ -21,6 +22,8 @@ from jaxkv import (
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.engine.bundled_programs import refuse_unbundled
 from jaxkv.errors import BadBundle, ProgramRefused
+from jaxkv.examples import flax_nnx_model
+from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.registry import build_model
 from jaxkv.sampling.processors import LogitsProcessors
 from tests.one_layer import one_layer_model
@@ -237,6 +240,12 @@ def test_layers_that_draft_are_refused_though_they_name_no_model():
         refuse_unbundled(build_model(SHAPES["tiny"]), LogitsProcessors(), drafted)
     looked_up = EngineConfig(speculation=SpeculationConfig(method="ngram"))
     refuse_unbundled(build_model(SHAPES["tiny"]), LogitsProcessors(), looked_up)
+
+
+def test_a_module_of_a_users_own_is_refused_since_its_code_is_no_fact():
+    model = FlaxModel(flax_nnx_model.Transformer(nnx.Rngs(0)))
+    with pytest.raises(BadBundle, match="programs of a FlaxModel, whose code is not part of jaxkv"):
+        refuse_unbundled(model, LogitsProcessors(), EngineConfig())
 
 
 def test_the_command_refuses_a_folder_that_exists_before_it_compiles(tmp_path):

@@ -44,7 +44,9 @@ class SharedTraces:
         constants = tuple(
             None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)
         )
-        key = (name, settings, structure, tuple(is_array), constants)
+        # 1 and 1.0 and True are equal, and make different traces.
+        kinds = tuple(map(type, constants))
+        key = (name, settings, structure, tuple(is_array), constants, kinds)
         if key not in self._traced:
 
             def traced(arrays: list[Any]) -> T:

@@ -4,8 +4,8 @@ The store (`store.py`) finds a program by its trace, so even a warm start traces
 spec, which says nothing about the model, the versions or the device. So a bundle also has facts about everything that
 its programs were compiled for, and a process that differs in one of them is refused with the difference.
 
-A bundle holds `manifest.json` (facts, and the names of the programs for people), `specs.json` (spec, file and structure
-of the results of each program) and a file of the store's format for each program.
+A bundle holds `manifest.json` (facts, and the names of the programs for people), `specs.json` (spec, file with its
+hash, and structure of the results of each program) and a file of the store's format for each program.
 """
 
 import hashlib
@@ -96,14 +96,15 @@ def _fill(
             raise
         except (*UNREADABLE, *UNSERIALISABLE) as error:
             raise BadBundle(
-                f"{program.spec} cannot be put into a bundle on {device.platform}: {error}"
+                f"{program.spec} cannot be put into a bundle on {device.platform}: {error}. If it came from a store of "
+                f"compiled programs, set JAXKV_COMPILE_CACHE=off and compile it anew"
             ) from error
-        entries.append((program.spec, name, results))
+        entries.append((program.spec, name, _digest(folder / name), results))
     [listed] = values.write(entries)
     (folder / _SPECS).write_bytes(listed)
     manifest = {
         "format": _FORMAT,
-        "programs": [str(spec) for spec, _, _ in entries],
+        "programs": [str(spec) for spec, *_ in entries],
         "specs_sha256": hashlib.sha256(listed).hexdigest(),
         "facts": facts,
     }
@@ -184,15 +185,19 @@ class Bundle:
             raise BadBundle(self._damaged(_SPECS))
         started: dict[ProgramSpec, Future[Built]] = {}
         with ThreadPoolExecutor() as pool:
-            for spec, name, results in values.read([listed]):
+            for spec, name, digest, results in values.read([listed]):
                 file = ProgramFile(self.folder / name, device)
                 started[spec] = pool.submit(
-                    self._load, file, arguments(spec), jax.tree.structure(results)
+                    self._load, file, digest, arguments(spec), jax.tree.structure(results)
                 )
         return {spec: future.result() for spec, future in started.items()}
 
-    def _load(self, file: ProgramFile, arguments: Structure, results: Structure) -> Built:
+    def _load(
+        self, file: ProgramFile, digest: str, arguments: Structure, results: Structure
+    ) -> Built:
         try:
+            if _digest(file.path) != digest:
+                raise BadBundle(self._damaged(file.path.name))
             return load_build(file, arguments, results)
         except UNREADABLE as error:
             raise BadBundle(f"{self._damaged(file.path.name)}: {error}") from error
@@ -211,13 +216,21 @@ def _why_not_trusted(folder: Path) -> str | None:
     """Returns why a folder must not be loaded from, or `None` if it may: loading a program runs what its file holds."""
     if not folder.is_dir():
         return "there is no such folder; make one with jaxkv compile"
-    for path in (folder, *folder.iterdir()):
+    try:
+        paths = [folder, *folder.iterdir()]
+    except OSError as error:
+        return f"this user cannot read the folder ({error}); copy it, or change its owner"
+    for path in paths:
         found = path.stat()
         if found.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user, who could run code here; copy the folder"
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return f"others can write to {path}, and so run code here (chmod -R go-w {folder})"
     return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _differences(here: Any, bundled: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401 - facts

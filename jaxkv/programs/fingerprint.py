@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ import pallas_kernels
 # Words in the names of settings that change no program: where files are kept, what is logged.
 _HARMLESS = ("cache", "dump", "log", "traceback", "pprint", "transfer_guard", "source", "visible")
 _VARIABLES = ("XLA_", "MOSAIC_", "LIBTPU_")
+# Variables that only size memory.
+_OF_MEMORY = ("XLA_PYTHON_CLIENT_", "XLA_PJRT_GPU_HOST_MEMORY_")
+# A compiled program holds choices among the algorithms of these libraries.
+_LIBRARIES = ("nvidia-cublas", "nvidia-cudnn", "jax-cuda")
 
 _KERNELS = Path(pallas_kernels.__file__).parent
 # Cases, references, inputs and benchmarks of the kernels.
@@ -106,7 +111,9 @@ def environment(device: Device) -> dict[str, Any]:
         if not any(word in name for word in _HARMLESS)
     }
     variables = {
-        name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith(_VARIABLES) and not name.startswith(_OF_MEMORY)
     }
     return {
         "jax": jax.__version__,
@@ -114,6 +121,8 @@ def environment(device: Device) -> dict[str, Any]:
         "platform": device.client.platform_version,
         "device": device.device_kind,
         "compute_capability": getattr(device, "compute_capability", None),
+        "libraries": _libraries() if device.platform == "gpu" else {},
+        # Kernels have code for the host that launches them.
         "host_processor": _host_processor(),
         "kernel_sources": _kernel_sources(),
         "settings": settings,
@@ -134,6 +143,13 @@ def kernel_files(folder: Path = _KERNELS) -> list[Path]:
     """
     files = [*folder.rglob("*.py"), *folder.glob("tuned/*.json")]
     return sorted(path for path in files if not _NEVER_LOWERED & {*path.relative_to(folder).parts})
+
+
+@cache
+def _libraries() -> dict[str, str]:
+    """Returns the installed versions of NVIDIA's libraries whose algorithms programs name, and of JAX's plugin."""
+    found = [(one.metadata["Name"].lower(), one.version) for one in metadata.distributions()]
+    return {name: version for name, version in sorted(found) if name.startswith(_LIBRARIES)}
 
 
 @cache

@@ -120,6 +120,24 @@ def test_a_damaged_or_missing_file_is_an_error_and_stays(folder, name):
         Bundle(folder).load(DEVICE, VALUES, structure)
 
 
+def test_whole_files_that_have_changed_places_are_damage(folder):
+    first, second = sorted(folder.glob("*.program"))
+    before = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(before)
+    with pytest.raises(BadBundle, match="damaged"):
+        Bundle(folder).load(DEVICE, VALUES, structure)
+
+
+def test_a_folder_that_this_user_cannot_read_is_named(folder, monkeypatch):
+    def refused(_):
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(type(folder), "iterdir", refused)
+    with pytest.raises(BadBundle, match=r"this user cannot read the folder .*change its owner"):
+        Bundle(folder)
+
+
 def test_a_folder_without_a_whole_manifest_is_no_bundle(folder, tmp_path):
     with pytest.raises(BadBundle, match="no such folder; make one with jaxkv compile"):
         Bundle(tmp_path / "none")
