@@ -20,7 +20,7 @@ ROW_TILE = 8
 MOST_ON_AN_AXIS = 2**16 - 1
 
 NEWEST_JAX = (0, 12)
-"""Newest JAX version (major, minor) for which the Mosaic GPU kernels were compiled and interpreted."""
+"""Newest JAX version (major, minor) with which a GPU has run the tests of the Mosaic GPU kernels."""
 
 
 def gpu_arch() -> int | None:
