@@ -196,6 +196,7 @@ def test_programs_that_no_bundle_holds_are_refused(model, compiled, options, wha
         LLM(model, programs=compiled[0], progress=False, **SIZES, **options)
 
 
+@pytest.mark.slow
 def test_programs_of_every_kind_come_back(model, tmp_path):
     """Draws, penalties, grammars, scores, drafts by lookup, adapters, saved prefixes and the host tier."""
     options = {

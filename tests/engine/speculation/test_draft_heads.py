@@ -74,7 +74,7 @@ def share(llm, position=1):
     return stats.accepted[position] / stats.drafted[position]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowing, method):
     """Prompts in chunks, preemptions, hits in the prefix cache, an abort, a sleep, new weights and a lost cache."""
     folder, model, speculation = knowing[method]

@@ -208,6 +208,7 @@ def test_another_lost_cache_leaves_the_drafts_on(alike):
     assert alike.stats().speculation.accepted[1] > accepted
 
 
+@pytest.mark.slow
 def test_page_tables_hold_what_rejected_drafts_have_reserved(small, tmp_path):
     """Behind a text of almost 512 tokens, the drafts need a longer table than the text alone."""
     long = shutil.copytree(small, tmp_path / "long")

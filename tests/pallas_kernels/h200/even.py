@@ -19,11 +19,11 @@ from tests.pallas_kernels.h200.kernels import report
 
 MODULES = {"ragged": ragged, "states": states, "grouped": grouped}
 # What requests registers where they are honoured. `kernels.py` and `latent.py` name the programs.
-FEW = {"ragged": ("llama",), "states": ("ssd_scan",), "latent": ("packed",), "sparse": ()}
+FEW = {"ragged": ("llama",), "states": ("ssd_scan",), "latent": (), "sparse": ()}
 REST = {
     "ragged": ("gemma", "fp8"),
     "grouped": ("gpt-oss-down-t2048 mxfp4",),
-    "latent": ("128 heads",),
+    "latent": ("packed", "128 heads"),
     "sparse": ("bytes",),
 }
 
