@@ -21,7 +21,7 @@ def why_not_nccl() -> str | None:
     wanted, version = (".".join(map(str, numbers)) for numbers in (OLDEST, found))
     return (
         f"jax {jax.__version__} needs NCCL {wanted} or newer for several GPUs, found NCCL {version}; run pip install "
-        f"--no-deps 'nvidia-nccl-cu13>={wanted}' (nvidia-nccl-cu12 with CUDA 12), after PyTorch if that has an older one"
+        f"--no-deps 'nvidia-nccl-cu13>={wanted}' (nvidia-nccl-cu12 with CUDA 12), after PyTorch if it has an older one"
     )
 
 

@@ -29,7 +29,9 @@ def use(monkeypatch, jax_version, nccl_version):
 
 def test_an_old_nccl_is_refused_with_what_to_install(monkeypatch, gpus):
     use(monkeypatch, (0, 12, 0, 1), (2, 28, 9))
-    with pytest.raises(RuntimeError, match=r"needs NCCL 2\.29 .* found NCCL 2\.28\.9; run pip install"):
+    with pytest.raises(
+        RuntimeError, match=r"needs NCCL 2\.29 .* found NCCL 2\.28\.9; run pip install"
+    ):
         tensor_parallel.tensor_mesh(2)
 
 

@@ -10,7 +10,7 @@ OF_TWO, OF_THREE = 255, 168
 
 @pytest.fixture(scope="module", params=["few", pytest.param("rest", marks=pytest.mark.slow)])
 def reports(request):
-    """Compiles all of them in one process: about 15 seconds of processor time for the few, four times that for the rest."""
+    """Compiles all of them in one process: about 15 seconds of CPU time for the few, four times that for the rest."""
     found = reports_of("even.py", request.param)
     assert len(found) == {"few": 2, "rest": 6}[request.param]
     return found
