@@ -1,5 +1,7 @@
 """The sizes of well-known models, for benchmarks with random weights."""
 
+from dataclasses import replace
+
 from jaxkv.config.blocks import MambaConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 
@@ -22,26 +24,6 @@ SHAPES = {
             original_max_positions=8192,
         ),
         windows=(None,) * 32,
-        norm_eps=1e-5,
-    ),
-    "llama-3.1-70b": ModelConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=8192,
-        num_layers=80,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        ffn_size=28672,
-        max_positions=131072,
-        rope=RopeConfig(
-            theta=500000.0,
-            rotary_dim=128,
-            kind="llama3",
-            factor=8.0,
-            original_max_positions=8192,
-        ),
-        windows=(None,) * 80,
         norm_eps=1e-5,
     ),
     "qwen3-0.6b": ModelConfig(
@@ -74,6 +56,17 @@ SHAPES = {
         windows=(None,) * 2,
     ),
 }
+
+# The same model with other sizes.
+SHAPES["llama-3.1-70b"] = replace(
+    SHAPES["llama-3.1-8b"],
+    hidden_size=8192,
+    num_layers=80,
+    heads=64,
+    ffn_size=28672,
+    windows=(None,) * 80,
+    pattern=SHAPES["llama-3.1-8b"].pattern[:1] * 80,
+)
 
 # Multipliers are left at 1, because they do not change the time.
 HYBRID_SHAPES = {
