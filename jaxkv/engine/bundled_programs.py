@@ -91,7 +91,7 @@ def plan_facts(
         lora: room for adapters.
     """
     architecture = facts_of(model)
-    # Whoever runs the model is known once its parameters are; see `runner_facts`.
+    # The implementation is known once its parameters are; see `runner_facts`.
     del architecture["implementation"]
     options = facts_of(cache)
     return {

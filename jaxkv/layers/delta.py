@@ -39,7 +39,7 @@ def gated_delta_mixer(
         tables: ids of the states that the layer's group reads and writes.
         delta: sizes.
         norm_eps: epsilon of the output norm.
-        writes: gets how the states are written; `None` for nobody who writes them again.
+        writes: gets how the states are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:

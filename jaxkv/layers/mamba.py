@@ -46,7 +46,7 @@ def mamba2_mixer(
         norm_eps: epsilon of the gated norm.
         multipliers: factors of gate, input, B, C and step sizes; empty for none.
         shards: the devices that divide the components of one norm; `None` if each has whole groups of them.
-        writes: gets how the states are written; `None` for nobody who writes them again.
+        writes: gets how the states are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:

@@ -44,7 +44,7 @@ def mamba1_mixer(
         mamba: sizes.
         norm_eps: epsilon of the norms.
         shards: the devices that divide the channels; `None` if one has all.
-        writes: gets how the states are written; `None` for nobody who writes them again.
+        writes: gets how the states are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:

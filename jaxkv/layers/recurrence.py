@@ -79,7 +79,7 @@ def convolve(
         tables: ids of the states that the layer's group reads and writes.
         first_channel: first column of the inputs.
         activation: applied to the result; `None` for none.
-        writes: gets how the cached inputs are written; `None` for nobody who writes them again.
+        writes: gets how the cached inputs are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -136,7 +136,7 @@ def recur(
         batch: the step's metadata.
         tables: ids of the states that the layer's group reads and writes.
         chunk_size: tokens that the scan takes at a time.
-        writes: gets how the states are written; `None` for nobody who writes them again.
+        writes: gets how the states are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
         **options: further options of both ops.
 

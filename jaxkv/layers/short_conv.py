@@ -31,7 +31,7 @@ def short_conv_mixer(
         x: normalised hidden states.
         batch: the step's metadata.
         tables: ids of the states that the layer's group reads and writes.
-        writes: gets how the states are written; `None` for nobody who writes them again.
+        writes: gets how the states are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:

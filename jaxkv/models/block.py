@@ -89,7 +89,7 @@ class BlockInputs:
         chosen_experts: a mixture of experts appends the experts that each token's router chose; `None` if they are not
             kept.
         shards: the devices of which the block computes one's part; `None` for a whole block.
-        state_writes: a block with states adds, by layer, how it writes them; `None` for nobody who writes them again.
+        state_writes: a block with states adds, by layer, how it writes them; `None` if they are not written again.
     """
 
     config: ModelConfig

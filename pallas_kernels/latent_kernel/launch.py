@@ -124,7 +124,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
 def _barriers(kernel: Kernel) -> dict[str, Any]:
     s = kernel.schedule
     free = plgpu.Barrier(num_barriers=SLOTS)
-    # The last barriers of each are for values with hidden rows, which whoever fetches them must zero first.
+    # The last barriers of each are for values with hidden rows, which the one that fetches must zero first.
     arrived = [
         plgpu.Barrier(num_arrivals=count, num_barriers=SLOTS + kernel.edges)
         for count in kernel.source.arrivals

@@ -70,7 +70,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "q_arrived": plgpu.Barrier(num_arrivals=CONSUMERS * g.pack, num_barriers=s.query_slots),
         "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.query_slots),
         "k_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
-        # The last barriers are for tiles of values with hidden rows, which whoever fetches them must zero first.
+        # The last barriers are for tiles of values with hidden rows, which the one that fetches must zero first.
         "v_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages + kernel.edges),
         "k_free": free,
         "v_free": free,

@@ -68,7 +68,7 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "factors": plgpu.SMEM((s.consumers, 2 * SIDE), jnp.float32),
         "decay": plgpu.SMEM((s.stages, s.consumers, 2 * SIDE), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2 * (g.blocks + s.consumers), num_barriers=s.stages),
-        # For a partial piece, B and x signal whoever fetches them, which zeroes the rows past its end. A producer has
+        # For a partial piece, B and x signal the one that fetches, which zeroes the rows past its end. A producer has
         # one such piece at a time.
         "to_clear": plgpu.Barrier(
             num_arrivals=g.blocks + s.consumers,
