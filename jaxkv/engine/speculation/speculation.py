@@ -111,6 +111,7 @@ class Speculation:
             self._drafts_next()
             and self._count(running) > 0
             and all(_may_follow(one) for one in running)
+            and any(_known(one) + 1 < one.longest for one in running)
         )
 
     def draft(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
@@ -201,7 +202,7 @@ class Speculation:
         sequence = part.sequence
         if not may_speculate(sequence) or (sequence.pending and not sequence.drafts_on_device):
             return 0
-        return sequence.longest - len(sequence.tokens) - sequence.pending - 1
+        return sequence.longest - _known(sequence) - 1
 
 
 def _may_follow(sequence: RequestState) -> bool:
@@ -209,13 +210,16 @@ def _may_follow(sequence: RequestState) -> bool:
 
     If the request may have ended by then, the step leaves it out.
     """
-    known = len(sequence.tokens) + sequence.pending
     return (
         may_speculate(sequence)
-        and sequence.computed == known - 1
-        and known + 1 != sequence.longest
+        and sequence.computed == _known(sequence) - 1
         and sequence.generated >= sequence.request.params.min_tokens
     )
+
+
+def _known(sequence: RequestState) -> int:
+    """Returns the tokens of a request with those in flight: the most that it can have once they are read."""
+    return len(sequence.tokens) + sequence.pending
 
 
 def may_speculate(sequence: RequestState) -> bool:
