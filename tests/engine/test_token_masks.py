@@ -112,6 +112,39 @@ def test_without_overlap_forced_tokens_take_no_step_of_their_own():
     assert engine.steps == LONG - 6
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_few_forced_tokens_beside_many_rows_are_computed_one_by_one(overlap):
+    """A chunk of 3 tokens saves two rows of four a step or two, but makes the step dearer for all."""
+    engine = engine_with(rows=8, budget=32, overlap=overlap)
+    requests = [ask(1), *(ask(None, (3, at), max_tokens=LONG) for at in range(7))]
+    widest = chunks_of(engine)
+    assert_answers(serve(engine, requests), requests)
+    assert widest() == [1]
+    # A forced token takes no step more than one that is sampled.
+    assert engine.steps == LONG + overlap
+
+
+def test_forced_tokens_of_most_rows_are_computed_as_chunks():
+    engine = engine_with(rows=8, budget=32)
+    requests = [ask(1, (3, at)) for at in range(6)] + [ask(None, max_tokens=LONG)]
+    widest = chunks_of(engine)
+    assert_answers(serve(engine, requests), requests)
+    assert max(widest()) == 3
+
+
+def chunks_of(engine):
+    """Returns a function that returns the numbers of tokens of a row in the steps without prompts so far, ascending."""
+    forward, lens = engine.sequence_runner.forward, set()
+
+    def noting(shape, sampler, rows):
+        if min(rows.starts) > 0:
+            lens.update(rows.lens)
+        return forward(shape, sampler, rows)
+
+    engine.sequence_runner.forward = noting
+    return lambda: sorted(lens)
+
+
 def fail_at(engine, numbers, error):
     """Lets some calls of `SequenceRunner.sample` raise an error before they do anything."""
     sample, calls = engine.sequence_runner.sample, iter(range(1000))
