@@ -4,8 +4,8 @@
     python -m benchmarks.few_bits_products --size 512 --rows 1,3    # to try it on a CPU
 
 Each product is `size` x `size`, timed as in `benchmarks.ops`: calls over rotating copies of the weight in one CUDA
-graph. The floor is the time to read codes and scales. Every result of ours is compared with the widened weight's product
-in float32 first. torch's fp8 product (`_scaled_mm`) has x in fp8 too, with a scale per row; its 4-bit product
+graph. The floor is the time to read codes and scales. Every result of ours is first compared with the product of the
+widened weight in float32. torch's fp8 product (`_scaled_mm`) has x in fp8 too, with a scale per row; its 4-bit product
 (`_weight_int4pack_mm`, tinygemm) has groups of 128 with zero points. Record: few-bits-products.
 """
 

@@ -174,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         load_format=options.load_format,
         max_model_len=options.max_model_len,
         cache=CacheConfig(max_sequences=options.rows + most),
-        # A larger one only adds programs to compile: prompts are short here.
-        engine=EngineConfig(token_budget=max(128, options.rows + most)),
+        # All prompts begin within a few steps, beside the rows that have begun; more only adds programs to compile.
+        engine=EngineConfig(token_budget=max(128, 2 * (options.rows + most))),
         progress=False,
     ) as llm:
         prepare(llm, options.rows, most)
