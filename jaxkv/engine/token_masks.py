@@ -45,7 +45,7 @@ def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
 
 
 def _forced(sequence: RequestState, finisher: Finisher) -> list[int] | None:
-    """Returns the tokens that the grammar forces next; `None` where nothing is due: before the form, or if it failed."""
+    """Returns the tokens that the grammar forces next; `None` if nothing is due: before the form, or if it failed."""
     constraint, answer = sequence.constraint, sequence.answer
     assert constraint is not None
     try:
