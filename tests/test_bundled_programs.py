@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxkv import (
     LLM,
@@ -25,7 +27,9 @@ from jaxkv.errors import BadBundle, ProgramRefused
 from jaxkv.examples import flax_nnx_model
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.registry import build_model
+from jaxkv.models.tensor_parallel import AXIS
 from jaxkv.sampling.processors import LogitsProcessors
+from tests.devices import needs_devices
 from tests.one_layer import one_layer_model
 
 ROOT = Path(__file__).parents[1]
@@ -145,6 +149,11 @@ def test_the_cache_has_the_size_that_they_were_compiled_for(model, compiled, tra
         ({"enable_prefix_caching": False}, "engine.prefix_cache: False here, True in the bundle"),
         ({"lora": True}, "lora: {'max_adapters'"),
         ({"quantization": "int8"}, "params"),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            "mesh: {'tensor': 2} here, None in the bundle",
+            marks=needs_devices(2),
+        ),
     ],
 )
 def test_other_options_are_refused_with_the_difference(model, compiled, options, difference):
@@ -194,6 +203,56 @@ def double(logits, history):
 def test_programs_that_no_bundle_holds_are_refused(model, compiled, options, what):
     with pytest.raises(BadBundle, match=f"{what} cannot be in a bundle"):
         LLM(model, programs=compiled[0], progress=False, **SIZES, **options)
+
+
+@pytest.fixture(scope="module")
+def divided(model, tmp_path_factory):
+    """Returns the folder that the command makes for two devices."""
+    folder = tmp_path_factory.mktemp("divided") / "bundle"
+    command = ["compile", "--model", str(model), "-o", str(folder), *OPTIONS]
+    several = ["--tensor-parallel-size", "2", "--warm-up", "1:16:greedy"]
+    ended = run("-m", "jaxkv.cli", *command, *several)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+@needs_devices(2)
+@pytest.mark.slow
+def test_another_process_loads_the_programs_of_several_devices_too(model, divided, traced):
+    sizes = json.dumps({**SIZES, "tensor_parallel_size": 2})
+    ended = run("-c", LOADS, str(divided), str(model), sizes)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    manifest = json.loads((divided / "manifest.json").read_text())
+    assert manifest["facts"]["mesh"] == {"tensor": 2}
+    assert found["loaded"] == [True] * len(manifest["programs"])
+    assert (found["host_seconds"], found["late"]) == (0.0, 0)
+    [expected] = traced.generate("def add(", GREEDY)
+    assert found["tokens"] == list(expected.token_ids)
+
+
+@needs_devices(4)
+@pytest.mark.slow
+def test_another_number_or_order_of_devices_is_refused(model, divided, monkeypatch):
+    def refusal(devices):
+        with pytest.raises(BadBundle) as refused:
+            LLM(model, programs=divided, tensor_parallel_size=devices, progress=False, **SIZES)
+        return str(refused.value)
+
+    assert "mesh: None here, {'tensor': 2} in the bundle" in refusal(1)
+    assert "mesh.tensor: 4 here, 2 in the bundle" in refusal(4)
+    reversed_mesh = Mesh(np.asarray(jax.devices()[1::-1]), (AXIS,))
+    monkeypatch.setattr("jaxkv.models.tensor_parallel.tensor_mesh", lambda _: reversed_mesh)
+    assert refusal(2).split("\n")[1:-1] == [
+        "  devices.0: cpu 1 here, cpu 0 in the bundle",
+        "  devices.1: cpu 0 here, cpu 1 in the bundle",
+    ]
+
+
+def test_the_devices_of_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr("jaxkv.engine.bundled_programs.spans_processes", lambda _: True)
+    with pytest.raises(BadBundle, match="programs over the devices of several processes cannot be"):
+        refuse_unbundled(build_model(SHAPES["tiny"]), LogitsProcessors(), EngineConfig())
 
 
 @pytest.mark.slow

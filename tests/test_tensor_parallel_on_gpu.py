@@ -8,6 +8,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.models.registry import build_model
 from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
+from jaxkv.programs import compile as compilation
 from tests.devices import needs_devices
 
 pytestmark = [pytest.mark.gpu, needs_devices(2)]
@@ -38,6 +39,45 @@ def test_log_probabilities_are_those_of_one_gpu_within_rounding(whole):
             assert all(len(one.token_ids) == 24 for one in sampled)
             told.append(np.concatenate(llm.score(prompts)))
     np.testing.assert_allclose(told[1], told[0], atol=0.1)
+
+
+def test_a_later_start_loads_the_programs_of_both_gpus_and_lowers_none(whole, monkeypatch):
+    model, params = whole
+    split = TensorParallel(model, tensor_mesh(2))
+    divided = split.divided(params)
+
+    def start():
+        """Runs as a process of its own would, which has traced nothing yet."""
+        jax.clear_caches()
+        with LLM.from_parts(split, divided, **WIDE) as llm:
+            [sampled] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=24))
+            return sampled.token_ids, llm.engine.runner.programs.manifest()
+
+    monkeypatch.setattr(compilation, "MIN_COMPILE_SECONDS", 0.0)
+    expected, _ = start()
+
+    def lower(*_, **__):
+        raise AssertionError("a stored program was lowered")
+
+    monkeypatch.setattr(compilation, "_lowered", lower)
+    tokens, programs = start()
+    assert tokens == expected
+    assert all(program.loaded for program in programs)
+
+
+def test_a_bundle_has_the_programs_of_both_gpus(tmp_path):
+    options = {"tensor_parallel_size": 2, "max_model_len": 64, "max_num_seqs": 2, "strict": True}
+    greedy, folder = SamplingParams(temperature=0.0, max_tokens=8), tmp_path / "bundle"
+    with LLM(progress=False, **options) as llm:
+        llm.warm_up(batch=1, prompt_tokens=8, sampling=greedy)
+        [expected] = llm.generate("def ", greedy)
+        count = llm.save_programs(folder)
+    with LLM(progress=False, programs=folder, **options) as llm:
+        programs = llm.engine.runner.programs.manifest()
+        [output] = llm.generate("def ", greedy)
+    assert len(programs) == count
+    assert all(program.loaded for program in programs)
+    assert output.token_ids == expected.token_ids
 
 
 def test_many_steps_leave_both_gpus_with_the_same_states_and_end(whole):

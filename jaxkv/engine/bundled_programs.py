@@ -7,13 +7,14 @@ depends on, and the options on which it depends which programs there are.
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+from jaxlib._jax import Device
 
 from jaxkv.cache.budget import Budget
 from jaxkv.cache.state import Cache
@@ -26,7 +27,7 @@ from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model
-from jaxkv.models.tensor_parallel import TensorParallel
+from jaxkv.models.tensor_parallel import TensorParallel, mesh_of, spans_processes
 from jaxkv.offload.programs import SwapSpec
 from jaxkv.programs.bundle import Bundle, Facts, facts_of, write_bundle
 from jaxkv.programs.fingerprint import environment
@@ -56,9 +57,9 @@ _PLANNED = ("budget_bytes", "memory_share")
 
 def refuse_unbundled(model: Model, processors: LogitsProcessors, engine: EngineConfig) -> None:
     """Raises `BadBundle` for an engine whose programs no bundle holds."""
-    if isinstance(model, TensorParallel):
-        what = f"programs of several devices (tensor_parallel_size {model.count})"
-    elif not isinstance(model, Decoder):
+    if spans_processes(model):
+        what = "programs over the devices of several processes"
+    elif not isinstance(model, Decoder | TensorParallel):
         what = f"programs of a {type(model).__name__}, whose code is not part of jaxkv,"
     elif processors.processors:
         what = "programs with the code of logits processors"
@@ -90,14 +91,15 @@ def plan_facts(
         max_model_len: longest prompt plus output in tokens.
         lora: room for adapters.
     """
-    architecture = facts_of(model)
+    architecture = facts_of(model.whole if isinstance(model, TensorParallel) else model)
     # The implementation is known once its parameters are; see `runner_facts`.
     del architecture["implementation"]
-    options = facts_of(cache)
+    options, mesh = facts_of(cache), mesh_of(model)
     return {
         "jaxkv": __version__,
         "jaxkv_sources": _sources(),
-        **environment(jax.devices()[0]),
+        **environment(_devices(model)),
+        "mesh": None if mesh is None else facts_of(mesh.shape),
         "model": architecture,
         "max_model_len": max_model_len,
         "cache": {name: options[name] for name in options if name not in _PLANNED},
@@ -137,7 +139,7 @@ def load_bundled(bundle: Bundle, runner: ModelRunner) -> WarmUp:
     start = time.perf_counter()
     bundle.refuse_unless(runner_facts(runner))
     built = bundle.load(
-        jax.devices()[0],
+        _devices(runner.model),
         _VALUES,
         lambda spec: jax.tree.structure((spec.lowering(runner).arguments, {})),
     )
@@ -170,8 +172,14 @@ def save_bundle(folder: Path, facts: Facts, budget: Budget, runner: ModelRunner)
     """
     programs = runner.programs.manifest()
     facts = {**facts, **runner_facts(runner), "budget_bytes": budget.budget_bytes}
-    write_bundle(folder, facts, programs, jax.devices()[0], _VALUES)
+    write_bundle(folder, facts, programs, _devices(runner.model), _VALUES)
     return len(programs)
+
+
+def _devices(model: Model) -> Sequence[Device]:
+    """Returns the devices that a model's programs run on, in the order of their mesh."""
+    mesh = mesh_of(model)
+    return jax.devices()[:1] if mesh is None else tuple(mesh.devices.flat)
 
 
 @cache

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -58,15 +58,19 @@ def facts_of(value: object) -> Any:  # noqa: ANN401 - what JSON can hold
 
 
 def write_bundle(
-    folder: Path, facts: Facts, programs: Iterable[Program], device: Device, values: Values
+    folder: Path,
+    facts: Facts,
+    programs: Iterable[Program],
+    devices: Sequence[Device],
+    values: Values,
 ) -> None:
     """Writes a bundle into a new folder, and loads each program of it once to see that it can be loaded.
 
     Args:
         folder: the new folder.
         facts: what the programs were compiled for.
-        programs: the programs, all of this device.
-        device: their device.
+        programs: the programs, all of these devices.
+        devices: their devices, in the order of their mesh.
         values: writes specs, and the pytrees of results.
 
     Raises:
@@ -75,20 +79,24 @@ def write_bundle(
     """
     folder.mkdir(mode=0o700)
     try:
-        _fill(folder, facts, programs, device, values)
+        _fill(folder, facts, programs, devices, values)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _fill(
-    folder: Path, facts: Facts, programs: Iterable[Program], device: Device, values: Values
+    folder: Path,
+    facts: Facts,
+    programs: Iterable[Program],
+    devices: Sequence[Device],
+    values: Values,
 ) -> None:
     entries = []
     for index, program in enumerate(programs):
         compiled, name = program.compiled, f"{index:03}-{program.spec.name}.program"
         results = compiled.out_tree.unflatten(range(compiled.out_tree.num_leaves))
-        file = ProgramFile(folder / name, device)
+        file = ProgramFile(folder / name, devices)
         try:
             file.write(StoredProgram(compiled, program.report))
             file.read(jax.tree.structure(compiled.args_info), compiled.out_tree)
@@ -96,8 +104,8 @@ def _fill(
             raise
         except (*UNREADABLE, *UNSERIALISABLE) as error:
             raise BadBundle(
-                f"{program.spec} cannot be put into a bundle on {device.platform}: {error}. If it came from a store of "
-                f"compiled programs, set JAXKV_COMPILE_CACHE=off and compile it anew"
+                f"{program.spec} cannot be put into a bundle on {devices[0].platform}: {error}. If it came from a "
+                f"store of compiled programs, set JAXKV_COMPILE_CACHE=off and compile it anew"
             ) from error
         entries.append((program.spec, name, _digest(folder / name), results))
     [listed] = values.write(entries)
@@ -168,17 +176,20 @@ class Bundle:
         )
 
     def load(
-        self, device: Device, values: Values, arguments: Callable[[ProgramSpec], Structure]
+        self,
+        devices: Sequence[Device],
+        values: Values,
+        arguments: Callable[[ProgramSpec], Structure],
     ) -> dict[ProgramSpec, Built]:
         """Returns all programs, loaded in parallel; call `refuse_unless` before.
 
         Args:
-            device: device to run them on.
+            devices: devices to run them on, in the order of their mesh.
             values: reads what that of `write_bundle` has written.
             arguments: returns the structure of a program's positional arguments.
 
         Raises:
-            BadBundle: a file is missing or damaged, or this device cannot load it.
+            BadBundle: a file is missing or damaged, or these devices cannot load it.
         """
         listed = self._read(_SPECS)
         if hashlib.sha256(listed).hexdigest() != self._specs_sha256:
@@ -186,7 +197,7 @@ class Bundle:
         started: dict[ProgramSpec, Future[Built]] = {}
         with ThreadPoolExecutor() as pool:
             for spec, name, digest, results in values.read([listed]):
-                file = ProgramFile(self.folder / name, device)
+                file = ProgramFile(self.folder / name, devices)
                 started[spec] = pool.submit(
                     self._load, file, digest, arguments(spec), jax.tree.structure(results)
                 )

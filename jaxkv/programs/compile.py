@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxkv.programs.audit import AuditReport, audit
-from jaxkv.programs.fingerprint import name_traced, one_device
+from jaxkv.programs.fingerprint import devices_of, name_traced
 from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS
 from jaxkv.programs.lowering import Lowering, argument_types, trace
 from jaxkv.programs.store import ProgramFile, StoredProgram, Structure, open_store
@@ -63,7 +63,7 @@ def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
         ValueError: the arguments are not typed arrays.
     """
     start = time.perf_counter()
-    several = one_device(argument_types(lowering)) is None
+    several = len(devices_of(argument_types(lowering))) != 1
     options = {
         **_COMPILER_OPTIONS,
         **(_OPTIONS_OF_SEVERAL_DEVICES if several else {}),
@@ -117,10 +117,13 @@ def _file_of(
 ) -> ProgramFile | None:
     """Returns the program's file in the store, or `None` if there is no store or it cannot hold the program."""
     specs, store = argument_types(lowering), open_store()
-    device = one_device(specs)
-    if store is None or device is None or device.platform not in _STORED_PLATFORMS:
+    devices = devices_of(specs)
+    if store is None or not devices or devices[0].platform not in _STORED_PLATFORMS:
         return None
-    return store.file_of(name_traced(name, traced, specs, device, options), device)
+    # Each of several processes has an executable of its own, and all of these would have the same name.
+    if {device.process_index for device in devices} != {jax.process_index()}:
+        return None
+    return store.file_of(name_traced(name, traced, specs, devices, options), devices)
 
 
 class _Events:

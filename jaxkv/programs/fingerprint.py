@@ -7,7 +7,7 @@ that code may read. Computing a name lowers nothing.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,9 @@ import jax
 import jaxlib
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.topologies import TopologyDescription
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import Mesh, NamedSharding
 from jaxlib._jax import Device
 
 import pallas_kernels
@@ -35,21 +37,28 @@ _KERNELS = Path(pallas_kernels.__file__).parent
 _NEVER_LOWERED = {"cases.py", "reference.py", "inputs", "workbench"}
 
 
-def one_device(specs: object) -> Device | None:
-    """Returns the device that a program of these argument types runs on; `None` if there are several."""
-    places = [spec.sharding for spec in jax.tree.leaves(specs) if spec.sharding is not None]
+def devices_of(specs: object) -> tuple[Device, ...]:
+    """Returns the devices that a program of these argument types runs on.
+
+    Several devices have the order of their mesh. There are none in the result if the arguments do not share one mesh.
+    """
+    places = {spec.sharding for spec in jax.tree.leaves(specs) if spec.sharding is not None}
     devices = {device for place in places for device in place.device_set}
     if not devices:
         default = jax.config.jax_default_device
-        return default if isinstance(default, Device) else jax.devices()[0]
-    return devices.pop() if len(devices) == 1 else None
+        return (default if isinstance(default, Device) else jax.devices()[0],)
+    if len(devices) == 1:
+        return tuple(devices)
+    meshes = {place.mesh if isinstance(place, NamedSharding) else None for place in places}
+    mesh = meshes.pop()
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) and not meshes else ()
 
 
 def name_traced(
     name: str,
     traced: jax.stages.Traced,
     specs: object,
-    device: Device,
+    devices: Sequence[Device],
     options: Mapping[str, Any],
 ) -> str:
     """Returns the name that a program is stored under: `name` and a hash.
@@ -60,13 +69,13 @@ def name_traced(
         name: the program's name in profiles.
         traced: the program's trace.
         specs: pytrees of `jax.ShapeDtypeStruct` with shardings, one per argument.
-        device: device that the program runs on.
+        devices: devices that the program runs on, in the order of their mesh.
         options: compiler options by name.
     """
     leaves, tree = jax.tree.flatten(specs)
     digest = hashlib.sha256()
     for part in (
-        sorted(environment(device).items()),
+        sorted(environment(devices).items()),
         sorted(options.items()),
         tree,
         [(spec.shape, str(spec.dtype), str(spec.sharding)) for spec in leaves],
@@ -103,8 +112,13 @@ def _constants(jaxpr: Jaxpr, own: Any, seen: set[int]) -> Iterator[Any]:  # noqa
                 yield from _constants(inner, consts, seen)
 
 
-def environment(device: Device) -> dict[str, Any]:
-    """Returns by name the versions, hardware, settings and environment variables that compilation depends on."""
+def environment(devices: Sequence[Device]) -> dict[str, Any]:
+    """Returns by name the versions, hardware, settings and environment variables that compilation depends on.
+
+    Args:
+        devices: devices that programs run on, in the order of their mesh; all are of one kind.
+    """
+    device = devices[0]
     settings = {
         name: str(getattr(jax.config, name, jax.config.values[name]))
         for name in sorted(jax.config.values)
@@ -127,6 +141,20 @@ def environment(device: Device) -> dict[str, Any]:
         "kernel_sources": _kernel_sources(),
         "settings": settings,
         "variables": variables,
+        **(_together(devices) if len(devices) > 1 else {}),
+    }
+
+
+def _together(devices: Sequence[Device]) -> dict[str, Any]:
+    """Returns by name what the programs of several devices depend on besides.
+
+    An executable names its devices by their ids, and XLA chooses the kernels of its collectives by the links between
+    GPUs. These are in JAX's description of all devices of the machine, which has no readable form.
+    """
+    topology = TopologyDescription(list(devices)).serialize()
+    return {
+        "devices": {str(at): f"{one.device_kind} {one.id}" for at, one in enumerate(devices)},
+        "topology": hashlib.sha256(topology).hexdigest()[:16],
     }
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -37,7 +37,7 @@ Structure = Any
 """Structure of a pytree, `jax.tree_util.PyTreeDef`, which static checkers do not know as a type."""
 
 UNREADABLE = (jax.errors.JaxRuntimeError, ValueError, TypeError, KeyError, OSError)
-"""Errors of loading a program whose file is damaged, or which this device cannot load."""
+"""Errors of loading a program whose file is damaged, or which these devices cannot load."""
 
 UNSERIALISABLE = (NotImplementedError, ValueError, jax.errors.JaxRuntimeError)
 """Errors of serialising a program that its backend cannot serialise."""
@@ -65,11 +65,11 @@ class ProgramFile:
 
     Attributes:
         path: path of the file.
-        device: device that the program runs on.
+        devices: devices that the program runs on, in the order of their mesh.
     """
 
     path: Path
-    device: Device
+    devices: Sequence[Device]
 
     @property
     def exists(self) -> bool:
@@ -100,7 +100,7 @@ class ProgramFile:
 
         Raises:
             OSError: there is no such file, or it cannot be read.
-            UNREADABLE: it is damaged, or this device cannot load it.
+            UNREADABLE: it is damaged, or these devices cannot load it.
         """
         content = self.path.read_bytes()
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
@@ -113,8 +113,8 @@ class ProgramFile:
             payload,
             arguments,
             results,
-            backend=self.device.client,
-            execution_devices=[self.device],
+            backend=self.devices[0].client,
+            execution_devices=self.devices,
         )
         return StoredProgram(compiled, report)
 
@@ -161,9 +161,9 @@ class ProgramStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def file_of(self, name: str, device: Device) -> ProgramFile:
+    def file_of(self, name: str, devices: Sequence[Device]) -> ProgramFile:
         """Returns the file of the program with this name, see `fingerprint.name_traced`."""
-        return ProgramFile(self._folder / (name + _ENDING), device)
+        return ProgramFile(self._folder / (name + _ENDING), devices)
 
     def trim(self, most_bytes: int = MOST_BYTES) -> None:
         """Deletes the least recently used programs beyond `most_bytes`, and unfinished files of ended processes.

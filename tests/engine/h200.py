@@ -378,7 +378,7 @@ def report(name, lowering, dump):
         if name in STORED:
             traced, types = trace(name, lowering), argument_types(lowering)
             # The described device belongs to no client that could tell its versions.
-            stored_as = name_traced(name, traced, types, jax.devices()[0], {})
+            stored_as = name_traced(name, traced, types, jax.devices()[:1], {})
     # XLA writes the sequence after its passes only if they changed it; that name sorts last.
     thunks = sorted(Path(dump).glob(f"*jit_{spec.name}.thunk_sequence*.txt"))[-1]
     buffers = read_command_buffers(thunks.read_text().splitlines())

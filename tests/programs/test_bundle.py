@@ -9,18 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
 from jaxkv.programs.bundle import Bundle, facts_of, write_bundle
+from jaxkv.programs.fingerprint import environment
 from jaxkv.programs.manifest import Lowering, Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
+from tests.devices import needs_devices
 
 KEYS = [StepSpec(rows, rows, (1,), decode=True) for rows in (2, 4)]
 FACTS = {"device": "H200", "model": {"layers": 2, "heads": 4}, "groups": {"0": "page"}}
-DEVICE = jax.devices()[0]
+DEVICES = jax.devices()[:1]
 VALUES = Values((StepSpec, Features))
 
 
@@ -53,14 +56,14 @@ def programs():
 @pytest.fixture
 def folder(tmp_path, programs):
     made = tmp_path / "bundle"
-    write_bundle(made, FACTS, programs.manifest(), DEVICE, VALUES)
+    write_bundle(made, FACTS, programs.manifest(), DEVICES, VALUES)
     return made
 
 
 def test_every_program_comes_back_under_its_spec_and_does_the_same(folder, programs):
     bundle = Bundle(folder)
     bundle.refuse_unless(FACTS)
-    built = bundle.load(DEVICE, VALUES, structure)
+    built = bundle.load(DEVICES, VALUES, structure)
     assert list(built) == sorted(KEYS)
     again = Programs()
     again.add(built)
@@ -73,6 +76,31 @@ def test_every_program_comes_back_under_its_spec_and_does_the_same(folder, progr
         )
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@needs_devices(3)
+def test_programs_of_several_devices_come_back_for_these_devices_alone(tmp_path):
+    devices = jax.devices()[:2]
+    places = NamedSharding(Mesh(np.asarray(devices), ("tensor",)), PartitionSpec(None, "tensor"))
+    params, cache, ids = jax.eval_shape(lambda: arguments(2))
+    cache = jax.ShapeDtypeStruct(cache.shape, cache.dtype, sharding=places)
+    programs = Programs()
+    made = programs.get(KEYS[0], lambda: Lowering(run, (params, cache, ids)))
+    folder = tmp_path / "bundle"
+    write_bundle(folder, environment(devices), [made], devices, VALUES)
+    for others, place in (([0, 2], 1), ([1, 0], 0)):
+        there = [jax.devices()[number] for number in others]
+        with pytest.raises(BadBundle, match=rf"devices\.{place}: cpu {others[place]} here, cpu"):
+            Bundle(folder).refuse_unless(environment(there))
+    bundle = Bundle(folder)
+    bundle.refuse_unless(environment(devices))
+    [built] = bundle.load(devices, VALUES, structure).values()
+    given = jax.device_put(arguments(2)[1], places)
+    params, _, ids = jax.device_put(arguments(2), places.update(spec=PartitionSpec()))
+    [back, read] = built.compiled(params, given, ids)
+    assert back.sharding.is_equivalent_to(places, 2)
+    np.testing.assert_array_equal(np.asarray(read), np.full((2, 4), 4.0))
+    assert given.is_deleted()
 
 
 def test_what_differs_is_named_on_both_sides_and_the_rest_is_not(folder):
@@ -96,7 +124,7 @@ def test_a_fact_that_only_the_bundle_has_counts(folder):
 
 def test_of_long_texts_the_words_that_differ_are_shown(tmp_path):
     flags = [f"flag{number}" for number in range(100)]
-    write_bundle(tmp_path / "long", {"cpu": " ".join([*flags, "amx"])}, [], DEVICE, VALUES)
+    write_bundle(tmp_path / "long", {"cpu": " ".join([*flags, "amx"])}, [], DEVICES, VALUES)
     with pytest.raises(BadBundle, match="cpu: avx9 here, amx in the bundle"):
         Bundle(tmp_path / "long").refuse_unless({"cpu": " ".join([*flags, "avx9"])})
 
@@ -114,10 +142,10 @@ def change(path, content):
 def test_a_damaged_or_missing_file_is_an_error_and_stays(folder, name):
     change(folder / name, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(BadBundle, match=f"damaged, make it again with jaxkv compile.*{name}"):
-        Bundle(folder).load(DEVICE, VALUES, structure)
+        Bundle(folder).load(DEVICES, VALUES, structure)
     (folder / name).unlink()
     with pytest.raises(BadBundle, match=name):
-        Bundle(folder).load(DEVICE, VALUES, structure)
+        Bundle(folder).load(DEVICES, VALUES, structure)
 
 
 def test_whole_files_that_have_changed_places_are_damage(folder):
@@ -126,7 +154,7 @@ def test_whole_files_that_have_changed_places_are_damage(folder):
     first.write_bytes(second.read_bytes())
     second.write_bytes(before)
     with pytest.raises(BadBundle, match="damaged"):
-        Bundle(folder).load(DEVICE, VALUES, structure)
+        Bundle(folder).load(DEVICES, VALUES, structure)
 
 
 def test_a_folder_that_this_user_cannot_read_is_named(folder, monkeypatch):
@@ -174,13 +202,13 @@ def test_what_the_device_cannot_serialise_is_named_and_nothing_is_left(
     monkeypatch.setattr(serialize_executable, "serialize", refuse)
     refused = r"decode\(tokens=2.* cannot be put into a bundle on cpu: .*`LessThan`"
     with pytest.raises(BadBundle, match=refused):
-        write_bundle(tmp_path / "bundle", FACTS, programs.manifest(), DEVICE, VALUES)
+        write_bundle(tmp_path / "bundle", FACTS, programs.manifest(), DEVICES, VALUES)
     assert not (tmp_path / "bundle").exists()
 
 
 def test_no_folder_is_overwritten(folder, programs):
     with pytest.raises(FileExistsError):
-        write_bundle(folder, FACTS, programs.manifest(), DEVICE, VALUES)
+        write_bundle(folder, FACTS, programs.manifest(), DEVICES, VALUES)
 
 
 def test_facts_are_what_json_holds():

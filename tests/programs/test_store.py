@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.topologies import TopologyDescription
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv.atomic_write import atomic_write
 from jaxkv.errors import ProgramRefused
@@ -19,11 +21,12 @@ from jaxkv.programs import compile as compilation
 from jaxkv.programs import fingerprint as trace_name
 from jaxkv.programs import lowering
 from jaxkv.programs import store as program_store
-from jaxkv.programs.fingerprint import name_traced, one_device
+from jaxkv.programs.fingerprint import devices_of, name_traced
 from jaxkv.programs.jax_cache import VARIABLE, enable_compile_cache, why_not_folder
 from jaxkv.programs.manifest import Lowering, Programs, compile_count
 from jaxkv.programs.store import ProgramStore, open_store
 from jaxkv.runner.program_specs import StepSpec
+from tests.devices import needs_devices
 
 ROOT = Path(__file__).parents[2]
 ROWS, WIDTH = 64, 8
@@ -146,9 +149,9 @@ def test_types_options_and_settings_make_the_name():
     def name(rows=ROWS, options=(), **settings):
         work = Lowering(add, jax.eval_shape(lambda: arguments(rows)))
         specs = lowering.argument_types(work)
-        device = one_device(specs)
+        devices = devices_of(specs)
         jax.clear_caches()
-        return name_traced("decode", lowering.trace("decode", work), specs, device, dict(options))
+        return name_traced("decode", lowering.trace("decode", work), specs, devices, dict(options))
 
     names = [name(), name(rows=ROWS + 1), name(options=(("xla_cpu_enable_fast_math", True),))]
     with jax.default_matmul_precision("highest"):
@@ -268,3 +271,107 @@ with atomic_write(Path({str(store)!r}) / "killed.program") as unfinished:
         ProgramStore(store).trim(200)
         assert list(store.glob(".killed*")) == []
     assert names_in(store) == {"kept.program", "new.program"}
+
+
+def on_mesh(*numbers):
+    """Returns a function and arguments over the devices with these numbers, in this order, whose sums cross devices."""
+    mesh = Mesh(np.asarray([jax.devices()[number] for number in numbers]), ("tensor",))
+    everywhere, rows, columns = (
+        PartitionSpec(),
+        PartitionSpec("tensor"),
+        PartitionSpec(None, "tensor"),
+    )
+
+    def part(scale, cache, ids):
+        total = jax.lax.psum(jnp.sum(cache[0]), "tensor")
+        place = jax.lax.axis_index("tensor").astype(cache.dtype)
+        added = cache.at[ids].add(scale * total + place, mode="drop", unique_indices=True)
+        return added, added[ids]
+
+    def run(params, cache, ids):
+        divided = jax.shard_map(
+            part, mesh=mesh, in_specs=(rows, columns, everywhere), out_specs=(columns, columns)
+        )
+        return divided(params["scale"], cache, ids)
+
+    places = {"scale": rows}, columns, everywhere
+    return run, jax.device_put(
+        arguments(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), places)
+    )
+
+
+def check_parts(cache, *numbers):
+    """Checks that each device has added its own place in the mesh, and the sum over all of them."""
+    parts = {shard.device.id: np.asarray(shard.data) for shard in cache.addressable_shards}
+    assert parts.keys() == set(numbers)
+    for place, number in enumerate(numbers):
+        np.testing.assert_array_equal(parts[number][0], 1 + 3 * WIDTH + place)
+
+
+def build_on(*numbers):
+    """Compiles for these devices as a process of its own would."""
+    jax.clear_caches()
+    return Programs().get(KEY, lambda: Lowering(*on_mesh(*numbers)))
+
+
+@needs_devices(4)
+def test_a_program_of_several_devices_comes_back_and_does_the_same(folder, monkeypatch):
+    first = build_on(3, 1)
+    cold = first(*on_mesh(3, 1)[1])
+    assert len(stored(folder)) == 1
+    refuse_to_lower(monkeypatch)
+    again = build_on(3, 1)
+    assert again.loaded
+    assert again.report == first.report
+    given = on_mesh(3, 1)[1]
+    warm = again(*given)
+    assert given[1].is_deleted()
+    check_parts(warm[0], 3, 1)
+    for one, other in zip(cold, warm, strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@needs_devices(4)
+@pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (1, 0), (0, 2)])
+def test_a_mesh_of_other_devices_or_another_order_is_another_program(folder, numbers):
+    build_on(0, 1)
+    other = build_on(*numbers)
+    assert not other.loaded
+    assert len(stored(folder)) == 2
+    check_parts(other(*on_mesh(*numbers)[1])[0], *numbers)
+
+
+@needs_devices(2)
+def test_other_links_between_the_devices_make_another_program(folder, monkeypatch):
+    build_on(0, 1)
+    build()
+    described = TopologyDescription.serialize
+    monkeypatch.setattr(TopologyDescription, "serialize", lambda self: described(self) + b"x")
+    assert not build_on(0, 1).loaded
+    assert build().loaded, "one device has no links"
+    assert len(stored(folder)) == 3
+
+
+@needs_devices(2)
+def test_programs_over_the_devices_of_other_processes_are_not_kept(folder, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert not build_on(0, 1).loaded
+    assert stored(folder) == []
+
+
+@needs_devices(2)
+def test_the_devices_of_a_program_are_those_of_the_one_mesh_of_its_arguments():
+    def types(*places):
+        return [jax.ShapeDtypeStruct((4,), jnp.float32, sharding=place) for place in places]
+
+    first, second = jax.devices()[:2]
+    alone = SingleDeviceSharding(second)
+    meshes = [Mesh(np.asarray(order), ("tensor",)) for order in ([second, first], [first, second])]
+    swapped, straight = (NamedSharding(mesh, PartitionSpec("tensor")) for mesh in meshes)
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+    assert devices_of(types(None)) == (first,)
+    assert devices_of(types(None, alone)) == (second,)
+    assert devices_of(types(None, swapped, everywhere)) == (second, first)
+    assert devices_of(types(swapped, straight)) == ()
+    assert devices_of(types(swapped, alone)) == ()
