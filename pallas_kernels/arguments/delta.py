@@ -15,7 +15,8 @@ from pallas_kernels.arguments.states import check_floats
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.fixed_order import sum_of_last
 
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
+"""Added to the sum of squares by which queries and keys are normalised."""
 
 
 class DeltaArrays(NamedTuple):
@@ -97,7 +98,7 @@ def tokens_of(
 
 
 def _unit(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
-    return x * jax.lax.rsqrt(sum_of_last(jnp.square(x)) + _NORM_EPS)
+    return x * jax.lax.rsqrt(sum_of_last(jnp.square(x)) + NORM_EPS)
 
 
 def check_delta(

@@ -1,5 +1,7 @@
 """Public entry point of `delta_update`: one token of a gated delta layer's recurrence for every row."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.delta import DeltaArrays, check_delta
 from pallas_kernels.arguments.states import check_states
-from pallas_kernels.delta_update import xla
+from pallas_kernels.delta_update import mosaic_gpu, xla
 from pallas_kernels.dispatch import choose
 
 
@@ -38,20 +40,25 @@ def delta_update(
         b: each row's strength of correction per head, before the sigmoid.
         read_states: int32 initial state of each row; an id past the end means zeros.
         write_states: int32 final state of each row. A row whose id is past the end is padding and may hold any values.
-        implementation: "xla", or `None` for the first that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
         The outputs in qkv's dtype, zeros for padding rows; and the updated pool.
 
     Raises:
         ValueError: shapes, dtypes or concrete ids do not fit.
-        Unsupported: the requested implementation cannot run; the message gives the reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     check_delta(a_log, dt_bias, states, qkv, a, b)
     check_states(states.shape[0], read_states, write_states)
     check_shape("read_states", read_states, (qkv.shape[0],))
-    choose("delta_update", {"xla": lambda: None}, implementation)
-    given, *ids = jax.tree.map(
-        jnp.asarray, ((a_log, dt_bias, states, qkv, a, b), read_states, write_states)
-    )
-    return xla.delta_update(DeltaArrays(*given), *ids)
+    given = (a_log, dt_bias, states, qkv, a, b)
+    given, *ids = jax.tree.map(jnp.asarray, (given, read_states, write_states))
+    layer = DeltaArrays(*given)
+    refuses = partial(mosaic_gpu.why_not, layer.states, layer.qkv)
+    reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
+    chosen = choose("delta_update", reasons, implementation)
+    if not qkv.shape[0]:
+        return jnp.zeros((0, states.shape[1], states.shape[3]), qkv.dtype), layer.states
+    function = mosaic_gpu.delta_update if chosen == "mosaic_gpu" else xla.delta_update
+    return function(layer, *ids)

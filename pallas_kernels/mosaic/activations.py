@@ -34,6 +34,11 @@ def step_of(dt: Array, dt_bias: Array, limits: Limits) -> Array:
     return step if high == float("inf") else jnp.minimum(step, high)
 
 
+def sigmoid(x: Array) -> Array:
+    """Returns 1 / (1 + exp(-x)) of float32 values."""
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
 def silu(x: Array) -> Array:
     """Returns x / (1 + exp(-x)) of float32 values; a squared reciprocal square root is cheaper than a division."""
     root = lax.rsqrt(1.0 + jnp.exp2(-LOG2_E * x))

@@ -13,7 +13,7 @@ from jax import Array
 _MOST_BYTES = 8 * 2**30
 # Tables of state ids, which are offset to a call's own part of the pool.
 _IDS = ("read_states", "write_states", "snapshot_states")
-_TOKENS = ("x", "xbc", "dt", "z")
+_TOKENS = ("x", "xbc", "dt", "z", "qkv", "a", "b")
 
 
 def repeat_states(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:

@@ -96,6 +96,48 @@ def ssd(inputs):
     return recurrence(inputs, x.shape, step, partial(ends_a_chunk, inputs))
 
 
+def delta_step(layer, before, token):
+    """One token of the gated delta rule, head by head: the next state and the output.
+
+    Args:
+        layer: "a_log" and "dt_bias".
+        before: the state [heads, key_dim, value_dim].
+        token: the token's "qkv", "a" and "b".
+    """
+    heads, key_dim, value_dim = before.shape
+    state, out = before.copy(), np.zeros((heads, value_dim))
+    keys = (len(token["qkv"]) - heads * value_dim) // 2
+    q, k, v = np.split(token["qkv"], [keys, 2 * keys])
+    for head in range(heads):
+        served = head * (keys // key_dim) // heads
+        mine, key = (
+            x / np.sqrt(np.sum(x**2) + 1e-6)
+            for x in (part[served * key_dim : (served + 1) * key_dim] for part in (q, k))
+        )
+        value = v[head * value_dim : (head + 1) * value_dim]
+        size = np.logaddexp(0, token["a"][head] + layer["dt_bias"][head])
+        decayed = state[head] * np.exp(-np.exp(layer["a_log"][head]) * size)
+        share = np.exp(-np.logaddexp(0, -token["b"][head]))
+        state[head] = decayed + np.outer(key, share * (value - key @ decayed))
+        out[head] = mine @ state[head] / np.sqrt(key_dim)
+    return state, out
+
+
+def delta(inputs):
+    """Output and pool of `delta_scan` or, without bounds, of `delta_update`."""
+    layer, tokens = (
+        {name: inputs[name].astype(np.float64) for name in names}
+        for names in (("a_log", "dt_bias"), ("qkv", "a", "b"))
+    )
+
+    def step(state, token):
+        return delta_step(layer, state, {name: array[token] for name, array in tokens.items()})
+
+    _, heads, _, value_dim = inputs["states"].shape
+    shape = (len(tokens["qkv"]), heads, value_dim)
+    return recurrence(inputs, shape, step, partial(ends_a_chunk, inputs))
+
+
 def ends_a_chunk(inputs, row, token, tokens):
     """Whether the state after a token is known: a chunk or the row ends there."""
     position = int(inputs["seq_lens"][row]) - (tokens.stop - 1 - token)
@@ -104,7 +146,16 @@ def ends_a_chunk(inputs, row, token, tokens):
 
 def assert_is_ssd(result, inputs, dtype):
     """Output and pool equal the recurrence; a pool of 16 bits is rounded."""
-    for got, right in zip(result, ssd(inputs), strict=True):
+    _assert_close(result, ssd(inputs), dtype)
+
+
+def assert_is_delta(result, inputs, dtype):
+    """Output and pool equal the recurrence; a pool of 16 bits is rounded."""
+    _assert_close(result, delta(inputs), dtype)
+
+
+def _assert_close(result, wanted, dtype):
+    for got, right in zip(result, wanted, strict=True):
         tolerance = max(OUTPUT[dtype], OUTPUT[str(got.dtype)])
         got = np.asarray(got).astype(np.float64)
         np.testing.assert_allclose(got, right, rtol=tolerance, atol=tolerance)

@@ -203,6 +203,18 @@ def _ssd(case, dtype, rows, tables, num_states):
     }
 
 
+def _delta(case, dtype, rows, tables, num_states):
+    sizes, tokens = case.shape, rows.tokens
+    states = (num_states, sizes.heads, sizes.key_dim, sizes.value_dim)
+    return {
+        **{name: floats(sizes.heads) for name in ("a_log", "dt_bias")},
+        "states": struct(case.state_dtype or dtype, *states),
+        "qkv": struct(dtype, tokens, sizes.columns),
+        **{name: struct(dtype, tokens, sizes.heads) for name in ("a", "b")},
+        **tables,
+    }
+
+
 def _ssd_scan(case, dtype):
     made = _ssd(case, dtype, case.rows, *_state_tables(case.rows, case.chunk_size))
     return made | {"chunk_size": case.chunk_size}
@@ -213,6 +225,13 @@ def _ssd_update(case, dtype):
     tables, num_states = _state_tables(rows, 1)
     kept = {name: tables[name] for name in ("read_states", "write_states")}
     return _ssd(case, dtype, rows, kept, num_states)
+
+
+def _delta_update(case, dtype):
+    rows = Rows((1,) * case.batch, (1,) * case.batch, case.padding_rows, case.padding_rows)
+    tables, num_states = _state_tables(rows, 1)
+    kept = {name: tables[name] for name in ("read_states", "write_states")}
+    return _delta(case, dtype, rows, kept, num_states)
 
 
 MAKERS = {
@@ -229,4 +248,5 @@ MAKERS = {
     "causal_conv": _causal_conv,
     "ssd_scan": _ssd_scan,
     "ssd_update": _ssd_update,
+    "delta_update": _delta_update,
 }

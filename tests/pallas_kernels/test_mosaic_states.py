@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.arguments.delta import DeltaArrays
 from pallas_kernels.arguments.ssd import Sizes, SsdArrays
 from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.causal_conv import cases as conv_cases
 from pallas_kernels.causal_conv import mosaic_gpu as conv
 from pallas_kernels.causal_conv.arguments import ConvArrays
+from pallas_kernels.delta_update import cases as delta_update_cases
+from pallas_kernels.delta_update import mosaic_gpu as delta_update
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
+from pallas_kernels.inputs.delta_layer import DeltaShape
 from pallas_kernels.inputs.nan_filled_states import Rows
 from pallas_kernels.ssd_scan import cases as scan_cases
 from pallas_kernels.ssd_scan import mosaic_gpu as scan
@@ -30,11 +34,18 @@ from tests.pallas_kernels.contract import device, grouped
 CONV = {case.name: case for case in conv_cases.CASES}
 SCAN = {case.name: case for case in scan_cases.CASES}
 UPDATE = {case.name: case for case in update_cases.CASES}
-KERNELS = {"causal_conv": conv, "ssd_scan": scan, "ssd_update": update}
+DELTA_UPDATE = {case.name: case for case in delta_update_cases.CASES}
+KERNELS = {
+    "causal_conv": conv,
+    "ssd_scan": scan,
+    "ssd_update": update,
+    "delta_update": delta_update,
+}
 GROUPS = {
     "causal_conv": (ConvArrays,),
     "ssd_scan": (SsdArrays, StateTables),
     "ssd_update": (SsdArrays,),
+    "delta_update": (DeltaArrays,),
 }
 on_this_jax = pytest.mark.skipif(
     jax.__version_info__[:2] > NEWEST_JAX, reason="the kernels refuse this JAX; why_not says so"
@@ -71,6 +82,21 @@ def test_interpreted_the_update_equals_the_oracle_without_a_race(name, races):
     (layer,), others = grouped(device(inputs), *GROUPS["ssd_update"])
     result = update.ssd_update(layer, **others, interpret=True)
     state_oracle.assert_is_ssd(result, inputs | {"read_states": far}, "float32")
+    assert not races()
+
+
+@pytest.mark.parametrize("name", ["shared-keys", "rounded", "eight-rows"])
+def test_interpreted_the_delta_update_equals_the_oracle_without_a_race(name, races):
+    """Gates forget all and nothing, correct fully and not at all; a key may be zero."""
+    inputs = DELTA_UPDATE[name].inputs(2, "float32")
+    inputs["qkv"][1] = 0
+    inputs["read_states"][0] = -1
+    gates = np.random.default_rng(2).choice([-1e4, -3.0, 0.5, 1e4], (2, *inputs["a"].shape))
+    inputs["a"][:2], inputs["b"][:2] = gates[:, :2].astype(np.float32)
+    far = np.where(inputs["read_states"] < 0, len(inputs["states"]), inputs["read_states"])
+    (layer,), others = grouped(device(inputs), *GROUPS["delta_update"])
+    result = delta_update.delta_update(layer, **others, interpret=True)
+    state_oracle.assert_is_delta(result, inputs | {"read_states": far}, "float32")
     assert not races()
 
 
@@ -190,6 +216,13 @@ LOWERED = {
         replace(UPDATE["b8"], heads=32, groups=2, head_dim=128, d_state=256),
         replace(UPDATE["b8"], heads=24, groups=1, head_dim=80, d_state=16),
     ],
+    "delta_update": [
+        DELTA_UPDATE["b8"],
+        replace(DELTA_UPDATE["b8"], state_dtype="bfloat16", padding_rows=2),
+        replace(DELTA_UPDATE["b8"], shape=DeltaShape(30, 30, 96, 192)),
+        replace(DELTA_UPDATE["b8"], shape=DeltaShape(2, 6, 16, 24)),
+        replace(DELTA_UPDATE["b8"], shape=DeltaShape(1, 2, 192, 64)),
+    ],
 }
 
 
@@ -225,9 +258,10 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
             "causal_conv": ("weight", "x"),
             "ssd_scan": ("states", "xbc"),
             "ssd_update": ("states", "xbc"),
+            "delta_update": ("states", "qkv"),
         }
-        known = {"causal_conv": ("first_channel",), "ssd_scan": ("chunk_size",), "ssd_update": ()}
-        arrays, options = ([given[n] for n in names[op]], {n: given[n] for n in known[op]})
+        known = {"causal_conv": ("first_channel",), "ssd_scan": ("chunk_size",)}
+        arrays, options = ([given[n] for n in names[op]], {n: given[n] for n in known.get(op, ())})
         assert named in KERNELS[op].refusal(*arrays, **options)
 
     refused("causal_conv", "got 136, 152 and 4", CONV["decode-padding"], first_channel=4)
@@ -239,6 +273,13 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
     refused("ssd_scan", "multiple of 64, got 96", small, chunk_size=96)
     refused("ssd_update", "got 12 and 16", replace(UPDATE["groups"], head_dim=12))
     refused("ssd_update", "at most 1024, got 2048", replace(UPDATE["groups"], d_state=2048))
+
+    def refused_delta(named, *sizes):
+        refused("delta_update", named, delta_update_cases.Case("", 2, DeltaShape(1, 2, *sizes)))
+
+    refused_delta("value_dim must be a multiple of 8, got 12", 16, 12)
+    refused_delta("key_dim must be at most 512, got 1024", 1024, 32)
+    refused_delta("a power of two or a multiple of 16, got 24", 24, 32)
     arrays, options = grouped(device(small.inputs()), *GROUPS["ssd_scan"])
     with pytest.raises(ValueError, match="cannot take this: chunk_size"):
         scan.ssd_scan(*arrays, **options | {"chunk_size": 96})
@@ -268,6 +309,8 @@ def test_they_refuse_devices_that_are_not_hopper():
         options = {"chunk_size": 64} if kernel is scan else {}
         assert "needs an sm90 GPU" in kernel.why_not(given["states"], given["xbc"], **options)
     assert "needs an sm90 GPU" in conv.why_not(given["xbc"], given["xbc"], first_channel=0)
+    given = device(DELTA_UPDATE["one-row"].inputs())
+    assert "needs an sm90 GPU" in delta_update.why_not(given["states"], given["qkv"])
 
 
 def changed_states(pool):
@@ -282,6 +325,9 @@ def test_states_past_two_to_the_31_elements_are_written_where_they_lie(op):
     if op == "causal_conv":
         case = replace(CONV["b1-c4352"], rows=Rows((1,), (5,)))
         states = jnp.ones((2**18 + 1, 3, 4352), jnp.bfloat16)
+    elif op == "delta_update":
+        case = DELTA_UPDATE["b1"]
+        states = jnp.ones((2**12 + 1, 32, 128, 128), jnp.float32)
     else:
         case = (
             UPDATE["b1"] if op == "ssd_update" else replace(SCAN["t2048-h128-g8"], rows=Rows((3,)))

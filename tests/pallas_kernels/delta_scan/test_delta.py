@@ -8,30 +8,12 @@ from pallas_kernels import delta_scan, delta_update
 from pallas_kernels.arguments.delta import check_delta
 from pallas_kernels.delta_scan import reference
 from pallas_kernels.inputs.nan_filled_states import Rows
+from tests.pallas_kernels import state_oracle
 from tests.pallas_kernels.contract import compiled
 from tests.pallas_kernels.recurrence import CHUNK, CLOSE, Recurrence
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 KEYS = KEY_HEADS * KEY_DIM
-
-
-def step(layer, before, token):
-    """The gated delta rule, head by head."""
-    state, out = before.copy(), np.zeros((HEADS, VALUE_DIM))
-    q, k, v = np.split(token["qkv"], [KEYS, 2 * KEYS])
-    for head in range(HEADS):
-        served = head * KEY_HEADS // HEADS
-        mine, key = (
-            x / np.sqrt(np.sum(x**2) + 1e-6)
-            for x in (part[served * KEY_DIM : (served + 1) * KEY_DIM] for part in (q, k))
-        )
-        value = v[head * VALUE_DIM : (head + 1) * VALUE_DIM]
-        size = np.log1p(np.exp(token["a"][head] + layer["dt_bias"][head]))
-        decayed = state[head] * np.exp(-np.exp(layer["a_log"][head]) * size)
-        share = 1 / (1 + np.exp(-token["b"][head]))
-        state[head] = decayed + np.outer(key, share * (value - key @ decayed))
-        out[head] = mine @ state[head] / np.sqrt(KEY_DIM)
-    return state, out
 
 
 DELTA = Recurrence(
@@ -42,7 +24,7 @@ DELTA = Recurrence(
     state=(HEADS, KEY_DIM, VALUE_DIM),
     tokens={"qkv": 2 * KEYS + HEADS * VALUE_DIM, "a": HEADS, "b": HEADS},
     out=(HEADS, VALUE_DIM),
-    step=step,
+    step=state_oracle.delta_step,
 )
 
 

@@ -40,7 +40,13 @@ FEW = {
         "8b-down-b64, 37 rows",
         "8b-gate-up-b64 int4 by 128, zeros",
     ),
-    "states": ("causal_conv", "causal_conv one token each", "ssd_update", "ssd_scan"),
+    "states": (
+        "causal_conv",
+        "causal_conv one token each",
+        "ssd_update",
+        "delta_update",
+        "ssd_scan",
+    ),
     "writes": (
         "page_write",
         "page_write many",

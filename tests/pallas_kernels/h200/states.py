@@ -21,6 +21,13 @@ def ssd_update(pools, layer, xbc, dt, ids):
     return [mosaic_gpu.ssd_update(SsdArrays(*layer, pool, xbc, dt), *ids) for pool in pools]
 
 
+def delta_update(pools, layer, qkv, gates, ids):
+    from pallas_kernels.arguments.delta import DeltaArrays
+    from pallas_kernels.delta_update import mosaic_gpu
+
+    return [mosaic_gpu.delta_update(DeltaArrays(*layer, pool, qkv, *gates), *ids) for pool in pools]
+
+
 def ssd_scan(pools, layer, xbc, dt, bounds, lengths, ids, snapshots):
     from pallas_kernels.arguments.ssd import SsdArrays
     from pallas_kernels.arguments.states import StateTables
@@ -66,12 +73,19 @@ def programs():
         inputs = (array(4096, wide), array(4096, HEADS))
         return ssd_scan, (pools, layer, *inputs, bounds, ints(ROWS), ids, snapshots)
 
+    def delta(stored):
+        pools = [array(PAGES, HEADS, 128, 128, dtype=stored)] * LAYERS
+        inputs = (array(64, 2 * 4 * 128 + HEADS * 128), (array(64, HEADS),) * 2)
+        return delta_update, (pools, layer[:2], *inputs, (ints(64), ints(64)))
+
     return {
         "causal_conv": conv(4096, True),
         "causal_conv one token each": conv(64, False),
         "ssd_update": update(128),
         "ssd_update bfloat16": update(128, "bfloat16"),
         "ssd_update 256": update(256),
+        "delta_update": delta("float32"),
+        "delta_update bfloat16": delta("bfloat16"),
         "ssd_scan": scan(128),
         "ssd_scan 256": scan(256),
     }
