@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.device import gpu_arch
 
-# A private module, and the JAX version (major, minor) with which it was tested.
-_MODULE, _JAX = "jax._src.cudnn.fused_attention_stablehlo", (0, 11)
+# A private module, and the JAX versions (major, minor) whose arguments it is given.
+_MODULE, _KNOWN = "jax._src.cudnn.fused_attention_stablehlo", ((0, 11), (0, 12))
 # The first cuDNN version with paged attention, as major * 10000 + minor * 100.
 _OLDEST_VERSION = 90500
 _OLDEST_ARCH = 80
@@ -53,8 +53,9 @@ def _why_not_here() -> str | None:
     if arch is None or arch < _OLDEST_ARCH:
         found = "no NVIDIA GPU" if arch is None else f"sm{arch}"
         return f"needs an sm{_OLDEST_ARCH} GPU or newer, found {found}"
-    if jax.__version_info__[:2] != _JAX:
-        return f"uses a private module of jax {'.'.join(map(str, _JAX))}, found {jax.__version__}"
+    if jax.__version_info__[:2] not in _KNOWN:
+        known = " and ".join(".".join(map(str, version)) for version in _KNOWN)
+        return f"uses a private module of jax {known}, found {jax.__version__}"
     versions = importlib.import_module(_MODULE).cuda_versions
     if versions is None:
         return "needs cuDNN, which JAX did not find"
@@ -77,6 +78,8 @@ def paged_attention(
     fused = importlib.import_module(_MODULE)
     q, k_pages, v_pages, page_table, seq_lens, *_ = arrays
     absent = jnp.zeros(0, q.dtype)
+    # JAX 0.12 also takes a function of the scores, and its arguments before it.
+    takes_function = jax.__version_info__ >= (0, 12)
     table = page_table[:, None, :, None]
     # JAX's public function requires pools of exactly rows * table_width pages, so the private one below it is called.
     result = fused._dot_product_attention(
@@ -90,6 +93,7 @@ def paged_attention(
         absent,
         table,
         table,
+        *([()] if takes_function else []),
         options.scale,
         0,  # seed
         0.0,  # dropout
@@ -97,6 +101,7 @@ def paged_attention(
         fused.MaskType.PADDING,
         fused.AttentionLayout.BTNH.value,
         None,  # window
+        *([None] if takes_function else []),
         fused.check_cudnn_version(),
         return_lse,
     )

@@ -4,6 +4,7 @@ What it computes is tested in test_paged_attention.py, on a GPU.
 """
 
 import importlib
+import re
 from types import SimpleNamespace
 
 import jax
@@ -23,7 +24,6 @@ def on_gpu(monkeypatch):
     def pretend(version=91900, arch=90):
         found = None if version is None else SimpleNamespace(cudnn_get_version=lambda: version)
         monkeypatch.setattr(cudnn, "gpu_arch", lambda: arch)
-        monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
         module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         monkeypatch.setattr(module, "cuda_versions", found)
 
@@ -84,8 +84,8 @@ def test_it_says_what_the_machine_lacks(on_gpu, machine, told):
 
 def test_another_jax_may_have_another_private_door(on_gpu, monkeypatch):
     on_gpu()
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    assert "uses a private module" in why_not(*arguments())
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
+    assert "uses a private module of jax 0.11 and 0.12, found" in why_not(*arguments())
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens without a GPU")
@@ -93,6 +93,30 @@ def test_without_a_gpu_it_is_refused_by_name_and_never_tried_otherwise():
     with pytest.raises(Unsupported, match="cudnn: needs an sm80 GPU"):
         paged_attention(*arguments(), scale=1.0, implementation="cudnn")
     assert paged_attention(*arguments(), scale=1.0).shape == (2, 4, 64)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_this_jax_lowers_it_to_one_call_of_cudnn_on_the_pages(on_gpu, return_lse):
+    on_gpu()
+
+    def attend(*arrays):
+        return cudnn.paged_attention(
+            AttentionArrays(*arrays), ScoreOptions(0.25, None, None), return_lse=return_lse
+        )
+
+    traced = jax.jit(attend).trace(*arguments())
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(traced.out_info)]
+    assert shapes == [((2, 4, 64), jnp.bfloat16), ((2, 4), jnp.float32)][: 1 + return_lse]
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    [call] = re.findall(r"custom_call @__cudnn\$(\w+)\(([^)]*)\) \{(.*)", text)
+    assert call[0] == "fmhaSoftmax"
+    # The query, both pools as they are, both lengths, and the page table twice.
+    operands = call[1].split(", ")
+    assert len(operands) == 7
+    assert operands[1:3] == ["%arg1", "%arg2"]
+    assert operands[5] == operands[6]
+    assert r"fmha_scale\22: 0.25," in call[2]
+    assert r"is_paged_attention\22: true" in call[2]
 
 
 def test_jax_still_has_the_private_names_that_are_used():
