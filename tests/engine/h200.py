@@ -395,6 +395,7 @@ def report(name, lowering, dump):
         "command_buffers": buffers.count,
         "captured": buffers.captured,
         "outside": buffers.outside,
+        "sums_inside": buffers.inside.count("kCollectiveKernel"),
         "turns": re.findall(r'known_trip_count":{"n":"(\d+)"', text),
         "collectives": re.findall(r" (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", text),
         "custom_calls": re.findall(r'custom_call_target="([^"]+)"', text),

@@ -11,13 +11,18 @@ class CommandBuffers:
 
     Attributes:
         count: number of command buffers (CUDA graphs).
-        captured: number of thunks inside them.
+        inside: kinds of the thunks inside them, in order.
         outside: kinds of the thunks outside of them, in order.
     """
 
     count: int
-    captured: int
+    inside: tuple[str, ...]
     outside: tuple[str, ...]
+
+    @property
+    def captured(self) -> int:
+        """Number of thunks inside them."""
+        return len(self.inside)
 
 
 def read_command_buffers(lines: Sequence[str]) -> CommandBuffers:
@@ -25,7 +30,7 @@ def read_command_buffers(lines: Sequence[str]) -> CommandBuffers:
 
     XLA writes the file with `--xla_dump_to` in `XLA_FLAGS`. Of sequences only the contents are counted.
     """
-    count, captured, outside = 0, 0, []
+    count, inside, outside = 0, [], []
     graph_depth = None
     for line in lines:
         found = re.match(r"( *)\d+: (k\w+)", line)
@@ -35,10 +40,10 @@ def read_command_buffers(lines: Sequence[str]) -> CommandBuffers:
         if graph_depth is not None and depth <= graph_depth:
             graph_depth = None
         if graph_depth is not None:
-            captured += 1
+            inside.append(kind)
         elif kind == "kCommandBuffer":
             count += 1
             graph_depth = depth
         elif kind != "kSequential":
             outside.append(kind)
-    return CommandBuffers(count, captured, tuple(outside))
+    return CommandBuffers(count, tuple(inside), tuple(outside))

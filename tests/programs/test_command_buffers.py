@@ -18,4 +18,5 @@ def test_command_buffers_and_what_runs_outside_them_are_read_from_the_thunks():
     ]
     found = read_command_buffers(lines)
     assert (found.count, found.captured) == (2, 3)
+    assert found.inside == ("kCustomKernel", "kCustomKernel", "kGemm")
     assert found.outside == ("kCustomKernel", "kWhile", "kCopy")
