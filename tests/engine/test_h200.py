@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.engine.h200 import DEEP, STORED
@@ -216,9 +217,22 @@ def test_several_devices_exchange_one_sum_per_block_by_a_kernel_over_peer_memory
     found = report(name)
     exchanged = SAMPLED_BY.get(name, 2) + (0 if name == SAMPLES else 1 + 2 * 2)
     assert found["collectives"] == ["all-reduce"] * exchanged
-    assert found["outside"].count("kCollectiveKernel") == exchanged
+    assert found["sums_inside"] + found["outside"].count("kCollectiveKernel") == exchanged
     assert not [kind for kind in found["outside"] if "All" in kind or "Nccl" in kind]
     assert "mosaic_gpu_v2" in found["custom_calls"]
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="JAX 0.11 puts sums between command buffers"
+)
+@each(DIVIDED, *MORE_DIVIDED, SAMPLES)
+def test_several_devices_run_a_step_as_one_command_buffer_with_its_sums(report, name):
+    found = report(name)
+    assert "kCollectiveKernel" not in found["outside"]
+    if name == "devices_multi_step_2":
+        assert (found["command_buffers"], found["outside"].count("kWhile")) == (2, 1)
+    else:
+        assert (found["command_buffers"], found["outside"]) == (1, [])
 
 
 def test_no_matrix_of_an_expert_is_copied(report):
