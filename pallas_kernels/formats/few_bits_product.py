@@ -13,6 +13,9 @@ from pallas_kernels.formats.few_bits import FewBits
 MOST_WIDENED = 2**22
 """Most numbers of a weight that are widened at once: 8 MB in 16 bits."""
 
+# Rows of a weight in one tile of a library product; parts of such tiles would take as long as whole ones.
+_TILE = 128
+
 
 def product(
     weight: FewBits,
@@ -33,9 +36,10 @@ def product(
         most_widened: most numbers of the weight that are widened at once.
     """
     out, inner = weight.shape
-    height = min(out, max(1, most_widened // max(1, inner)))
-    if height == out:
+    height = max(1, most_widened // max(1, inner))
+    if height >= out:
         return _whole(weight, x).astype(result)
+    height = height // _TILE * _TILE or height
 
     def body(tile: Int[Array, ""], total: Float[Array, "rows out"]) -> Float[Array, "rows out"]:
         # The last tile is shifted so that it is whole; the rows that it shares with its neighbour get equal bits.
@@ -43,7 +47,8 @@ def product(
         found = _whole(weight.rows(start, height), x)
         return lax.dynamic_update_slice_in_dim(total, found.astype(result), start, axis=1)
 
-    total = jnp.zeros((x.shape[0], out), result)
+    # Every element is replaced. Zeros depend on nothing, so XLA would make those of all of a model's products at once.
+    total = jnp.broadcast_to(x[:, :1].astype(result), (x.shape[0], out))
     return lax.fori_loop(jnp.int32(0), jnp.int32(-(-out // height)), body, total)
 
 

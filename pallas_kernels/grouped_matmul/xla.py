@@ -68,5 +68,8 @@ def _by_groups(
         return jax.lax.cond(sizes[group] > 0, multiplied, lambda: total)
 
     out = weight.shape[1 - group_axis]
-    total = jnp.zeros((x.shape[0], out), result)
+    # Rows of a group are replaced. Zeros alone depend on nothing, so XLA would make those of all layers at once.
+    is_any = jnp.arange(x.shape[0]) < ends[-1]
+    total = jnp.where(is_any[:, None], x[:, :1], 0).astype(result)
+    total = jnp.broadcast_to(total, (x.shape[0], out))
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(sizes.shape[0]), body, total)

@@ -103,6 +103,39 @@ def test_each_group_may_have_an_order_of_columns(run):
     assert np.all(np.abs(found - wanted) <= 1e-6 * most)
 
 
+def test_products_with_weights_in_few_bits_share_their_memory():
+    """A chain of 16 takes the temporary memory of a chain of 4: nothing is allocated before its product runs."""
+    parts = drawn("int8 by row", (2, 256), 256)
+    types = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), parts)
+
+    def temporary(count):
+        def run(x, sizes, weights):
+            for weight in weights:
+                x = x + jnp.tanh(xla.grouped_matmul(weight, x, sizes))
+            return x
+
+        x, sizes = (
+            jax.ShapeDtypeStruct((512, 256), jnp.float32),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+        )
+        program = jax.jit(run).lower(x, sizes, [types] * count)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    result_bytes = 4 * 512 * 256
+    assert temporary(4) > result_bytes
+    assert temporary(16) < temporary(4) + result_bytes
+
+
+def test_rows_of_no_group_are_zero():
+    """With a weight in few bits, as with any other."""
+    weight = drawn("int8 by row", (2, 24), 32)
+    x = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
+    sizes = np.array([3, 1], np.int32)
+    found = compiled(xla.grouped_matmul, {"weight": weight, "x": x, "group_sizes": sizes})
+    wanted = oracle({"weight": exact(weight), "x": x, "group_axis": 0, "group_sizes": [3, 1]})
+    assert_output(found, np.concatenate((wanted, np.zeros((2, 24)))), "float32")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mxfp4", "e4m3 by 128", "int4 by 128, zeros"])
 @pytest.mark.parametrize("tokens", [1, 64, 700])

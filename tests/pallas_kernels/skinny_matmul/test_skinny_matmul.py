@@ -112,6 +112,27 @@ def test_a_weight_in_few_bits_is_widened_a_few_rows_at_a_time():
     assert max(math.prod(shape) for shape in shapes) <= 20 * 384
 
 
+def test_products_with_weights_in_few_bits_share_their_memory():
+    """A chain of 16 takes the temporary memory of a chain of 4: nothing is allocated before its product runs."""
+    parts = drawn("int8 by row", (512,), 512)
+    types = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), parts)
+    multiply = partial(few_bits_product.product, most_widened=128 * 512)
+
+    def temporary(count):
+        def run(x, weights):
+            for weight in weights:
+                x = x + jnp.tanh(multiply(weight, x))
+            return x
+
+        x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
+        program = jax.jit(run).lower(x, [types] * count).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    result_bytes = 4 * 256 * 512
+    assert temporary(4) > result_bytes
+    assert temporary(16) < temporary(4) + result_bytes
+
+
 refusal = refusals(mosaic_gpu=by_name(mosaic_gpu.why_not, MatmulArrays, MatmulOptions))
 
 
