@@ -33,12 +33,21 @@ class TorchDecoder:
         params: jaxkv's parameters, whose memory is shared; they must outlive this object.
         batch: number of sequences.
         length: capacity of the caches in tokens, per sequence.
+        joined: adds up over devices what each one's part of a layer's output projections returns; with it, `config`
+            and `params` are those of one device.
 
     Raises:
         ValueError: the model has a feature that is not supported.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, batch: int, length: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        batch: int,
+        length: int,
+        joined: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
+    ) -> None:
         known = {"down", "gate_up", "norms", "o", "qkv", "qk_norm"}
         strange = {name for layer in params["layers"] for name in layer} - known
         if strange or any(window is not None for window in config.windows):
@@ -46,7 +55,7 @@ class TorchDecoder:
                 f"the peer supports dense decoders with full attention, got {', '.join(sorted(strange)) or 'windows'}"
             )
         shared: Any = jax.tree.map(torch.from_dlpack, params)
-        self.config, self.weights = config, shared
+        self.config, self.weights, self.joined = config, shared, joined
         embed = shared["embed"]
         shape = (batch, config.kv_heads, length, config.head_dim)
         self.caches = [(embed.new_zeros(shape), embed.new_zeros(shape)) for _ in config.windows]
@@ -72,6 +81,14 @@ class TorchDecoder:
 
     def time_step(self, position: int, effort: Effort) -> Timing:
         """Times steps at one position, each fed with the tokens of the one before; needs a GPU."""
+        with torch.inference_mode():
+            graph = self.step_graph(position)
+            return time_launches(
+                graph.replay, calls=1, effort=effort, wait=lambda _: torch.cuda.synchronize()
+            )
+
+    def step_graph(self, position: int) -> torch.cuda.CUDAGraph:
+        """Returns a compiled step at one position as a graph, fed with the tokens of its last replay."""
         layer = torch.compile(_layer, dynamic=False, fullgraph=True)
         positions = torch.tensor([position], device=self.tokens.device)
 
@@ -87,11 +104,10 @@ class TorchDecoder:
                     run()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # The threads of NCCL may call CUDA meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run()
-            return time_launches(
-                graph.replay, calls=1, effort=effort, wait=lambda _: torch.cuda.synchronize()
-            )
+        return graph
 
     def _next(
         self,
@@ -107,7 +123,15 @@ class TorchDecoder:
         sizes = (config.heads, config.kv_heads, config.head_dim)
         for of_layer, caches in zip(weights["layers"], self.caches, strict=True):
             hidden = layer(
-                of_layer, hidden, angles, positions, caches, length, sizes, config.norm_eps
+                of_layer,
+                hidden,
+                angles,
+                positions,
+                caches,
+                length,
+                sizes,
+                config.norm_eps,
+                self.joined,
             )
         last = _norm(hidden[:, -1:], weights["final_norm"], config.norm_eps)
         logits = linear(last, weights.get("lm_head", weights["embed"]))
@@ -142,6 +166,7 @@ def _layer(
     length: int,
     sizes: tuple[int, int, int],
     eps: float,
+    joined: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Returns a layer's output [batch, tokens, hidden_size]; writes the caches in place."""
     heads, kv_heads, head_dim = sizes
@@ -156,11 +181,12 @@ def _layer(
         cache.index_copy_(2, positions, new)
     keys, values = (cache[:, :, :length] for cache in caches)
     mixed = scaled_dot_product_attention(q, keys, values, is_causal=tokens > 1, enable_gqa=True)
-    hidden = hidden + linear(mixed.transpose(1, 2).reshape(batch, tokens, -1), weights["o"])
+    mixed = mixed.transpose(1, 2).reshape(batch, tokens, -1)
+    hidden = hidden + joined(linear(mixed, weights["o"]))
     gates, ups = linear(_norm(hidden, weights["norms"][1], eps), weights["gate_up"]).chunk(
         2, dim=-1
     )
-    return hidden + linear(silu(gates) * ups, weights["down"])
+    return hidden + joined(linear(silu(gates) * ups, weights["down"]))
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
