@@ -67,7 +67,7 @@ def time_ours(weight: jax.Array | FewBits, x: jax.Array, effort: Effort) -> dict
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
     copies = _copies(num_bytes)
 
-    def call(shared: jax.Array, own: Any) -> tuple[jax.Array, jax.Array]:  # noqa: ANN401 - a weight
+    def call(shared: jax.Array, own: Any) -> tuple[jax.Array, Any]:  # noqa: ANN401 - a weight
         return shared, skinny_matmul(own, shared)
 
     chain = Chain(call, x, [jax.tree.map(jnp.copy, weight) for _ in range(copies)])
@@ -162,8 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for form in ("bfloat16", *FORMS):
         for rows in (int(count) for count in options.rows.split(",")):
             found.append(measure(form, options.size, rows, Effort()))
-            path = save_record(options.record, found, folder=options.folder)
-    print(render(load_record(path)), flush=True)
+        # An interrupted run leaves the forms before.
+        path = save_record(options.record, found, folder=options.folder)
+        print(render(load_record(path)), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def part_of(
 
 def joined(part: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a part over all processes."""
-    return collectives.wait_tensor(collectives.all_reduce(part, "sum", dist.group.WORLD))
+    everybody: Any = dist.group.WORLD
+    return collectives.wait_tensor(collectives.all_reduce(part, "sum", everybody))
 
 
 def make_decoder(
