@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.jax_versions import assign, first_rows
-from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.private_types import Ref, Slice
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import Join, rows_of
@@ -88,7 +88,7 @@ class Block:
                 place = (fold * g.parts + part) * s.columns
                 plgpu.copy_gmem_to_smem(
                     refs["weight"].at[pl.ds(rows, s.columns), stored],
-                    refs["weights"].at[slot, pl.ds(place, s.columns)],
+                    refs["weights"].at[pl.ds(self.stage(slot).start + place, s.columns)],
                     arrived,
                 )
             plgpu.copy_gmem_to_smem(
@@ -106,11 +106,11 @@ class Block:
         if s.cluster > 1:
             Join(g, s, self.refs, self.rank).deliver(sums[0], store)
             return
-        height, window = s.height(g) // len(sums), s.window(g)
+        window = s.window(g)
         for first in range(0, g.rows, window):
             for index, found in enumerate(sums):
                 part = found if s.passes == 1 else rows_of(found, first, window)
-                place = pl.ds(index * height, height), pl.ds(0, part.shape[1])
+                place = pl.ds(index * part.shape[0], part.shape[0]), pl.ds(0, part.shape[1])
                 assign(self.refs["sums"].at[*place], ..., part)
             plgpu.commit_smem()
             store(first, min(window, g.rows - first))
@@ -122,6 +122,12 @@ class Block:
         slot = lax.rem(step, jnp.int32(self.schedule.stages))
         plgpu.barrier_wait(self.refs["arrived"].at[slot])
         return slot
+
+    def stage(self, slot: Array | int) -> Slice:
+        """Returns the rows of the weights in shared memory that a product of a stage reads, from its first on."""
+        s, g = self.schedule, self.geometry
+        first = jnp.int32(slot * s.height(g))
+        return pl.ds(pl.multiple_of(first, ROW_TILE), s.product_rows(g))
 
     def refill(self, step: Array) -> None:
         """Refills the stage of a turn, which this warp has read, with the copies of a later turn."""

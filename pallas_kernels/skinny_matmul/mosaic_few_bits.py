@@ -38,7 +38,7 @@ def multiply_few_bits(block: Block, tile: Array, *, interpret: bool) -> list[Arr
         sums, factors = carry
         step = tile * block.turns + turn
         slot = block.arrive(step)
-        codes, x = refs["weights"].at[slot], refs["inputs"].at[slot]
+        codes, x = refs["weights"].at[block.stage(slot)], refs["inputs"].at[slot]
         ahead = int(width <= _FEW)
         sums = add_products(sums, codes, x, factors, packing, ahead=ahead, interpret=interpret)
         block.refill(step)

@@ -41,7 +41,7 @@ def multiply_few_bits_by_warp(block: Block, tile: Array, *, interpret: bool) -> 
         sums, factors = carry
         step = tile * block.turns + turn
         slot = block.arrive(step)
-        codes, x = refs["weights"].at[slot], refs["inputs"].at[slot]
+        codes, x = refs["weights"].at[block.stage(slot)], refs["inputs"].at[slot]
         sums = add_warp_products(sums, codes, x, factors, packing, interpret=interpret)
         block.refill(step)
         # Behind the fence of `refill`, which waits for all loads before it.

@@ -20,7 +20,9 @@ from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_launch import Kernel
+from pallas_kernels.skinny_matmul.mosaic_many_rows import ManyRowsKernel, row_factors
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
+from pallas_kernels.skinny_matmul.mosaic_tiling import WINDOW, Tiling
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 
 
@@ -42,9 +44,13 @@ def skinny_matmul(
     options: MatmulOptions,
     *,
     schedule: Schedule | None = None,
+    tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows out"] | Weighed:
-    """Implements `api.skinny_matmul`, with the schedule for its shapes unless one is given.
+    """Implements `api.skinny_matmul`, with the schedule and the tiling for its shapes unless they are given.
+
+    Under the fixed order of sums more than 64 rows times a weight of 16 bits are multiplied by the kernel of
+    mosaic_many_rows.py in tiles, with the same bits.
 
     With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races
     are recorded.
@@ -76,8 +82,15 @@ def skinny_matmul(
         "residual": residual,
         "next_norm": next_norm if ending.weighs else None,
     }
-    plan = {"schedule": schedule, "geometry": geometry, "ending": ending}
-    found = multiply(weight, x, extras, **plan, interpret=interpret)
+    plan = {"geometry": geometry, "ending": ending, "interpret": interpret}
+    # A gated tile of few rows adds up the squares of more columns than a consumer of many rows has.
+    has_tiles = geometry.packing is None and not (ending.weighs and geometry.gated)
+    if len(x) > geometry.rows and has_tiles:
+        tiling = tiling or Tiling.by_rule(geometry, len(x))
+        check_kernel(tiling.refusal(geometry))
+        found = multiply_many_rows(weight, x, extras, **plan, tiling=tiling, part=schedule.columns)
+    else:
+        found = multiply(weight, x, extras, **plan, schedule=schedule)
     if next_norm is None:
         return found[0]
     return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[options.norm_row])
@@ -106,7 +119,7 @@ def multiply(
     """Runs the kernel under a schedule, and adds up the results of its splits in order."""
     rows, groups = len(x), ceil(len(x) / geometry.rows)
     if groups > 1:
-        x, extras = _whole_groups(x, extras, groups * geometry.rows)
+        x, extras = _padded(x, extras, groups * geometry.rows)
     elif interpret or geometry.padded_rows > ROW_TILE:
         # TMA zero-fills rows past the end only within a single tile of 8, and the interpreter not at all.
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
@@ -114,12 +127,7 @@ def multiply(
     kernel = Kernel(geometry, schedule, in_kernel, groups).build(interpret)
     found = kernel(*jax.tree.leaves(weight), x, *(extras[name] for name in in_kernel.inputs))
     if groups > 1:
-        out, *more = found
-        return [
-            out[:rows],
-            *(part[:rows] for part in more[:1]),
-            *(part[:, :rows] for part in more[1:]),
-        ]
+        return _first_rows(found, rows)
     if schedule.splits == 1:
         return found
     [shares] = found
@@ -127,10 +135,46 @@ def multiply(
     return [_ended(total, extras, geometry, ending)]
 
 
-def _whole_groups(
+@partial(jax.jit, static_argnames=("geometry", "ending", "tiling", "part", "interpret"))
+def multiply_many_rows(
+    weight: Shaped[Array, "weights inner"],
+    x: Float[Array, "rows inner"],
+    extras: Mapping[str, Array | None],
+    *,
+    geometry: Geometry,
+    ending: Ending,
+    tiling: Tiling,
+    part: int,
+    interpret: bool = False,
+) -> list[Array]:
+    """Runs the kernel for many rows; `part` is the columns over which the squares of a row are added up."""
+    rows, whole = len(x), ceil(len(x) / WINDOW) * WINDOW
+    x, extras = _padded(x, extras, whole)
+    if interpret:
+        # The interpreter's copies do not fill rows past the end.
+        x = jnp.pad(x, ((0, tiling.row_tiles(whole) * tiling.rows - whole), (0, 0)))
+    inputs = {name: extras[name] for name in ending.inputs}
+    squares = inputs.get("squares")
+    if squares is not None:
+        inputs["squares"] = row_factors(squares, geometry, ending, interpret=interpret)
+    kernel = ManyRowsKernel(geometry, whole, tiling, ending, part).build(interpret)
+    return _first_rows(kernel(weight, x, *inputs.values()), rows)
+
+
+def _first_rows(found: list[Array], rows: int) -> list[Array]:
+    """Returns the outputs of a kernel for its first rows."""
+    out, *more = found
+    return [
+        out[:rows],
+        *(array[:rows] for array in more[:1]),
+        *(array[:, :rows] for array in more[1:]),
+    ]
+
+
+def _padded(
     x: Float[Array, "rows inner"], extras: Mapping[str, Array | None], rows: int
 ) -> tuple[Float[Array, "padded_rows inner"], dict[str, Array | None]]:
-    """Returns x, and the inputs of the epilogue that have its rows, padded to whole groups."""
+    """Returns x, and the inputs of the epilogue that have its rows, padded to `rows` rows."""
     more = rows - len(x)
     padding = {
         "residual": ((0, more), (0, 0)),

@@ -84,9 +84,8 @@ class Kernel:
     def _scratch(self) -> dict[str, Any]:
         g, s = self.geometry, self.schedule
 
-        def slots(rows: int, width: int, dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
-            transforms = swizzled(width, dtype)
-            return plgpu.SMEM((s.stages, rows, width), dtype, transforms=transforms)
+        def slots(shape: tuple[int, ...], dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
+            return plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
 
         stored, octets = g.dtype, s.chunk(g)
         if g.packing is not None:
@@ -101,9 +100,9 @@ class Kernel:
         return {
             **factors,
             **(shared(g, s) if s.cluster > 1 else {}),
-            "weights": slots(s.height(g), octets, stored),
-            "inputs": slots(s.width(g), s.chunk(g), g.dtype),
-            "sums": plgpu.SMEM((s.height(g), s.sums_width(g) + PADDING), jnp.float32),
+            "weights": slots(((s.stages - 1) * s.height(g) + s.product_rows(g), octets), stored),
+            "inputs": slots((s.stages, s.width(g), s.chunk(g)), g.dtype),
+            "sums": plgpu.SMEM((s.product_rows(g), s.sums_width(g) + PADDING), jnp.float32),
             "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=s.stages),
         }
 

@@ -5,7 +5,7 @@ a *chunk* its elements along the contraction. A *slot* is a pipeline stage in sh
 """
 
 from dataclasses import astuple, dataclass, replace
-from math import ceil
+from math import ceil, gcd
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ _LONG = 8192
 _CHEAP_FOLDS = 4
 # Wanted number of blocks: for up to 8 rows of a large weight, otherwise for few rows, and for many rows.
 _ENOUGH_BLOCKS = (200, 128, 96)
+# In the fixed order, where 64 rows have the tiles of one: narrower tiles read more of x than more blocks gain.
+_ENOUGH_BLOCKS_IN_ORDER = 80
 _LARGE_BYTES = 24 * 2**20
 # Most stages: barriers of one group.
 _MOST_STAGES = 32
@@ -120,14 +122,20 @@ class Schedule:
     def in_fixed_order(cls, geometry: Geometry) -> "Schedule":
         """Returns a schedule whose columns and folds, and with them the order of all sums, depend on the weight alone.
 
-        The number of rows determines only how many stages there are, and how tiles are divided among blocks.
+        The number of rows determines only how many stages there are, and how tiles are divided among blocks. Without
+        folds every sum is one accumulator over the contraction in order, which tiles of any size can have; weights in
+        few bits, whose kernel needs 64 rows of a stage, are folded.
         """
         most = replace(geometry, rows=MOST_ROWS)
-        widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
-        cuts = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
+        if geometry.packing is None:
+            widths, wanted = (64, 32, 16), _ENOUGH_BLOCKS_IN_ORDER
+            cuts = [_Cut(width) for width in widths]
+        else:
+            widths, wanted = (64, 32, 16, 8), _ENOUGH_BLOCKS[2]
+            cuts = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
         cuts = [cut for cut in cuts if cls._filled(most, cut).refusal(most) is None]
         blocks = {cut: ceil(geometry.out / cut.columns) for cut in cuts}
-        enough = [cut for cut in cuts if blocks[cut] >= _ENOUGH_BLOCKS[2]]
+        enough = [cut for cut in cuts if blocks[cut] >= wanted]
         return cls._filled(geometry, enough[0] if enough else max(cuts, key=blocks.__getitem__))
 
     @classmethod
@@ -149,25 +157,42 @@ class Schedule:
             resident -= 1
             blocks = ceil(tiles / ceil(tiles * empty.shares / (resident * NUM_MULTIPROCESSORS)))
             room = _room(geometry, empty, resident)
-        deep = cut.folds == 1 and room >= 2 * _LEAST_STAGES * empty.slot_bytes(geometry)
-        deep = deep and not geometry.inner % (2 * geometry.piece * empty.shares)
-        depth = 2 if deep else 1
-        slots = room // (depth * empty.slot_bytes(geometry))
-        steps = empty.turns_per_tile(geometry) * ceil(tiles / blocks) // depth
+        found = empty._deepened(geometry, resident)
+        slots = _room(geometry, found, resident) // found.slot_bytes(geometry)
+        steps = found.turns_per_tile(geometry) * ceil(tiles / blocks)
         stages = max(1, min(slots, steps, _MOST_STAGES))
-        return replace(empty, depth=depth, stages=stages, blocks=blocks)
+        return replace(found, stages=stages, blocks=blocks)
+
+    def _deepened(self, geometry: Geometry, resident: int) -> "Schedule":
+        """Returns a schedule without stages whose chunks have the most pieces with which there are enough stages.
+
+        64 rows or more of the weight have chunks of up to two pieces, fewer rows as many as give a turn 64 rows' bytes.
+        """
+        height = self.height(geometry)
+        most = max(2, WGMMA_ROWS // height) if self.folds == 1 else 1
+        depth = gcd(most, geometry.inner // (geometry.piece * self.folds * self.shares))
+        while True:
+            found = replace(self, depth=depth)
+            enough = _LEAST_STAGES * found.slot_bytes(geometry)
+            if depth <= 1 or _room(geometry, found, resident) >= enough:
+                return found
+            depth //= 2
 
     def refusal(self, geometry: Geometry) -> str | None:
         """Returns why the kernel cannot run under this schedule, or `None` if it can."""
         if min(astuple(self)) < 1:
             return f"all fields of a schedule must be at least 1, got {self}"
-        height, width = self.height(geometry), self.width(geometry)
+        height, width = self.product_rows(geometry), self.width(geometry)
         if self.columns % ROW_TILE or self.columns & (self.columns - 1):
             return f"columns must be a power of two and at least {ROW_TILE}, got {self.columns}"
         if self.columns > geometry.out:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
-        if height % WGMMA_ROWS:
-            return f"a turn must hold a multiple of {WGMMA_ROWS} rows of the weight, got {height}"
+        is_narrow = self.height(geometry) < WGMMA_ROWS
+        if height % WGMMA_ROWS or (is_narrow and (self.folds > 1 or geometry.packing is not None)):
+            return (
+                f"a turn must hold a multiple of {WGMMA_ROWS} rows of the weight, or fewer of 16 bits without folds, "
+                f"got {self.height(geometry)}"
+            )
         widest, most = _MOST_WIDTH, _MOST_SUMS
         if geometry.packing is not None and self.apart == 1:
             widest, most = _MOST_WIDTH_OF_FEW_BITS, _MOST_SUMS_OF_FEW_BITS
@@ -189,6 +214,8 @@ class Schedule:
             return f"a cluster has at most {MAX_CLUSTER} blocks, one pass and no splits, got {self}"
         if max(self.cluster, self.passes) > 1 and self.folds > 1:
             return f"clusters and passes support no folds, got {self}"
+        if self.cluster > 1 and self.height(geometry) < WGMMA_ROWS:
+            return f"a cluster computes at least {WGMMA_ROWS} rows of the weight, got {self}"
         if self.cluster > 1 and geometry.packing is not None and self.height(geometry) > WGMMA_ROWS:
             return (
                 f"with a weight in few bits a cluster computes {WGMMA_ROWS} rows of it, got {self}"
@@ -230,6 +257,10 @@ class Schedule:
         """Returns the rows of the weight in a stage."""
         return self.folds * geometry.parts * self.columns
 
+    def product_rows(self, geometry: Geometry) -> int:
+        """Returns the rows of the left operand: with fewer rows of the weight the rest is what lies behind a stage."""
+        return max(WGMMA_ROWS, self.height(geometry))
+
     def chunk(self, geometry: Geometry) -> int:
         """Returns the elements along the contraction in one chunk."""
         return geometry.piece * self.depth
@@ -261,12 +292,14 @@ class Schedule:
 
     def shared_bytes(self, geometry: Geometry) -> int:
         """Returns the shared memory of one block in bytes."""
-        height, window = self.height(geometry), self.window(geometry)
+        height, window = self.product_rows(geometry), self.window(geometry)
         sums = (
             ceil(4 * height * (self.sums_width(geometry) + PADDING) / SHARED_ALIGNMENT)
             * SHARED_ALIGNMENT
         )
         slots = self.stages * self.slot_bytes(geometry)
+        # Behind the last stage's rows of the weight.
+        slots += (height - self.height(geometry)) * geometry.piece_bytes * self.depth
         received = 4 * self.cluster * height * window if self.cluster > 1 else 0
         return slots + received + sums + OTHER_BYTES
 

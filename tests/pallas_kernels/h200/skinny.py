@@ -74,7 +74,7 @@ def programs():
     # Eight rows at a time, and halves of a cluster that end unequal numbers of rows.
     odd = {f"8b-{product}-b64": 37 for product in ("gate-up", "down")}
     uneven = {f"{name}, {rows} rows": multiply(name, rows) for name, rows in odd.items()}
-    grouped = {
+    ordered = {
         f"8b-{product}, {rows} rows in a fixed order": in_fixed_order(f"8b-{product}-b64", rows)
         for product, rows in (("o", 1), ("o", 300), ("gate-up", 300), ("down", 2048))
     }
@@ -90,4 +90,4 @@ def programs():
             ("8b-o-b16", "mxfp4"),
         )
     }
-    return {name: multiply(name) for name in names} | uneven | grouped | few
+    return {name: multiply(name) for name in names} | uneven | ordered | few

@@ -16,11 +16,12 @@ from pallas_kernels.device import (
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.few_bits_turn import Packing
-from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join
+from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join, mosaic_tiling
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES, Case
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
+from pallas_kernels.skinny_matmul.mosaic_tiling import Tiling
 from pallas_kernels.tuning import trying
 from tests.pallas_kernels.contract import bits, by_name, device
 from tests.pallas_kernels.few_bits import drawn, exact
@@ -41,6 +42,10 @@ CUTS = {
         (64, 1, 1, 3, 1, 2),
     ),
     "folds": (Case("", 5, 512, 64, has_residual=True), (16, 4, 1, 2, 1, 9)),
+    "fewer rows of the weight than a product has": (
+        Case("", 5, 512, 64, True, "silu", 0.5, True, True),
+        (16, 1, 2, 3, 1, 2),
+    ),
     "deep chunks": (Case("", 1, 512, 64, activation="relu2"), (32, 2, 2, 9, 1, 9)),
     "splits": (
         Case("", 17, 512, 64, True, "silu", 0.5, True, True),
@@ -337,8 +342,8 @@ def test_the_kernel_says_which_weights_in_few_bits_it_cannot_take(change, messag
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_in_the_fixed_order_columns_and_folds_depend_on_the_weight_alone(case):
-    """So do the parts of the sums of squares; every schedule runs, up to 64 rows at a time."""
+def test_in_the_fixed_order_columns_depend_on_the_weight_alone_and_nothing_is_folded(case):
+    """So the parts of the sums of squares are equal too; every schedule runs, up to 64 rows at a time."""
     geometry = Geometry(1, case.out, case.inner, case.gated, BFLOAT16)
     if geometry.refusal() is not None:
         pytest.skip("the kernel does not take it")
@@ -347,8 +352,8 @@ def test_in_the_fixed_order_columns_and_folds_depend_on_the_weight_alone(case):
         padded = replace(geometry, rows=rows)
         schedule = Schedule.in_fixed_order(padded)
         assert schedule.refusal(padded) is None
-        orders.add((schedule.columns, schedule.folds, schedule.splits, schedule.cluster))
-        assert schedule.folds == 1 or schedule.depth == 1
+        assert (schedule.folds, schedule.shares) == (1, 1)
+        orders.add(schedule.columns)
     assert len(orders) == 1
 
 
@@ -393,27 +398,132 @@ def test_interpreted_in_the_fixed_order_few_bits_of_70_rows_have_the_bits_of_one
     assert not races()
 
 
-@pytest.mark.slow
-def test_interpreted_in_the_fixed_order_rows_of_any_number_have_the_bits_of_one_alone(races):
-    """70 rows are two groups of one launch; their norms' sums of squares are equal too."""
-    case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)
+def in_fixed_order(case, rows, *, before=False, after=False, folds=1, **options):
+    """Returns the bits of each output for some rows of a case, by row, with a norm before or after the product.
+
+    A turn has 64 numbers of a row in every form, since the interpreter adds up each turn before it adds that.
+    """
     inputs = case.inputs(3)
-    norms = np.random.default_rng(1).normal(size=(2, 64)).astype(jnp.bfloat16)
+    draw = np.random.default_rng(1)
+    squares = draw.uniform(1, 2, size=(48, case.rows)).astype("float32")
+    norms = draw.normal(size=(2, case.out)).astype(jnp.bfloat16)
+    given = inputs | {"x": inputs["x"][rows]}
+    if case.has_residual:
+        given |= {"residual": inputs["residual"][rows]}
+    if before:
+        given |= {"squares": squares[:, rows], "norm_eps": 1e-6}
+    if after:
+        given |= {"next_norm": norms, "norm_row": 1}
+    geometry = Geometry(min(len(rows), 64), case.out, case.inner, case.gated, BFLOAT16)
+    schedule = replace(Schedule.in_fixed_order(geometry), folds=folds, depth=1, stages=2)
+    with fixed_order():
+        found = multiply(**device(given), schedule=schedule, interpret=True, **options)
+    return [bits(found[0]), bits(found[1]), bits(found[2].T)] if after else [bits(found)]
 
-    def run(rows):
-        given = {
-            name: value[rows] if np.shape(value)[:1] == (70,) else value
-            for name, value in inputs.items()
-        }
-        with fixed_order():
-            found = multiply(**device(given | {"next_norm": norms}), norm_row=1, interpret=True)
-        result, weighed, squares = found
-        return [bits(result), bits(weighed), bits(squares.T)]
 
-    wanted = run(np.arange(70))
-    for rows in ([69], [64, 3, 0]):
-        assert run(np.array(rows)) == [[part[row] for row in rows] for part in wanted]
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Makes the interpreter add up products in order; in BLAS the order depends on the number of rows."""
+
+    def multiply(left, right, dtype):
+        total = np.zeros((left.shape[0], right.shape[1]), dtype)
+        for place in range(left.shape[1]):
+            total += left[:, place, None].astype(dtype) * right[None, place].astype(dtype)
+        return total
+
+    monkeypatch.setattr(np, "matmul", multiply)
+
+
+MANY_ROWS = {
+    "between norms": (
+        Case("", 70, 256, 64, has_bias=True, has_residual=True, result="float32"),
+        {"before": True, "after": True},
+        None,
+    ),
+    "gates, several tiles per block, the last of fewer rows": (
+        Case("", 100, 128, 64, True, "silu", 0.5, True, True, result="float32"),
+        {"before": True},
+        (64, 2, 2, 1, 1),
+    ),
+    "clusters, bands of rows": (
+        Case("", 100, 128, 128, activation="relu2", result="float32"),
+        {"after": True},
+        (32, 1, 3, 2, 2),
+    ),
+    "gates before a norm, which stay groups": (
+        Case("", 70, 256, 64, True, "silu", 0.5, True, True),
+        {"after": True},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "clusters, bands of rows" else pytest.param(name, marks=pytest.mark.slow)
+        for name in MANY_ROWS
+    ],
+)
+def test_interpreted_in_the_fixed_order_many_rows_have_the_bits_of_few(
+    name, one_by_one, races, monkeypatch
+):
+    """Also their norms' sums of squares, with every part of the epilogue."""
+    case, norms, tiling = MANY_ROWS[name]
+    monkeypatch.setattr(mosaic_tiling, "_BAND", 64)
+    options = norms if tiling is None else norms | {"tiling": Tiling(*tiling)}
+    wanted = in_fixed_order(case, np.arange(case.rows), **options)
+    for rows in ([case.rows - 1], [64, 3, 0]):
+        found = in_fixed_order(case, np.array(rows), **norms)
+        assert found == [[part[row] for row in rows] for part in wanted]
     assert not races()
+
+
+def test_interpreted_many_rows_have_other_bits_than_folds_of_few(one_by_one):
+    """So the comparison above finds sums in another order."""
+    case, rows = Case("", 65, 512, 64, result="float32"), np.array([64, 3, 0])
+    [wanted] = in_fixed_order(case, np.arange(65), tiling=Tiling(96, 1, 2))
+    for folds in (1, 4):
+        [found] = in_fixed_order(case, rows, folds=folds)
+        assert (found == [wanted[row] for row in rows]) == (folds == 1)
+
+
+@pytest.mark.parametrize("rows", [65, 300, 512, 2048, 8192])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_number_of_rows_has_a_tiling(case, rows):
+    """Tiles cover all rows and columns, and with many of them few SMs are idle."""
+    geometry = Geometry(64, case.out, case.inner, case.gated, BFLOAT16)
+    if geometry.refusal() is not None:
+        pytest.skip("the kernel does not take it")
+    tiling = Tiling.by_rule(geometry, rows)
+    assert tiling.refusal(geometry) is None
+    assert tiling.row_tiles(rows) * tiling.rows >= rows
+    assert tiling.column_tiles(geometry) * tiling.columns(geometry) >= case.out
+    assert tiling.grid(geometry, rows) * tiling.cluster <= 132
+    if rows >= 2048 and not case.ci:
+        tiles, grid = tiling.tiles(geometry, rows), tiling.grid(geometry, rows)
+        assert grid * tiling.cluster >= 120
+        assert tiles / (-(-tiles // grid) * grid) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 40}, "multiple of 32 rows up to 256"),
+        ({"rows": 288}, "multiple of 32 rows up to 256"),
+        ({"consumers": 3}, "1 to 2 consumers"),
+        ({"cluster": 4}, "1 to 2 blocks"),
+        ({"consumers": 2, "cluster": 2}, "wider than the result, 128"),
+        ({"stages": 1}, "at least two stages"),
+        ({"blocks": 1, "cluster": 2}, "one cluster"),
+        ({"stages": 14}, "bytes of shared memory"),
+    ],
+)
+def test_tilings_that_cannot_run_are_refused(change, message):
+    geometry = Geometry(64, 128, 4096, False, BFLOAT16)
+    tiling = Tiling(64, 1, 2)
+    assert tiling.refusal(geometry) is None
+    assert message in (replace(tiling, **change).refusal(geometry) or "")
 
 
 def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
@@ -441,6 +551,7 @@ def test_schedules_depend_on_static_shapes_alone_and_cover_every_row_count():
         ({"cluster": 2, "folds": 1, "columns": 64, "splits": 2}, "no splits"),
         ({"cluster": 2, "folds": 1, "columns": 64, "passes": 2}, "one pass"),
         ({"passes": 2}, "no folds"),
+        ({"cluster": 2, "folds": 1}, "at least 64 rows"),
     ],
 )
 def test_schedules_that_cannot_run_are_refused(change, message):

@@ -1,0 +1,310 @@
+"""The `skinny_matmul` kernel for many rows under the fixed order of sums: large tiles, with the bits of few rows.
+
+A producer warpgroup copies chunks of the weight and of x into pipeline stages (slots). Each of one or two consumers
+multiplies 64 rows of the weight, again the left operand, with up to 256 rows of x. A sum is one accumulator over chunks
+in order, as it is with few rows (`Schedule.in_fixed_order`), and the epilogue is the same code (`End`). Blocks are
+persistent: the producer proceeds to the next tile while the consumers store.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.mosaic.jax_versions import assign, request_registers
+from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
+from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
+from pallas_kernels.skinny_matmul.mosaic_join import rows_of
+from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
+from pallas_kernels.skinny_matmul.mosaic_tiling import PIECE, WINDOW, Tiling
+
+# Registers per thread (setmaxnreg) of two consumers and a producer, 504 in total; each warpgroup starts with 168.
+_CONSUMED, _PRODUCED = 232, 40
+# Axis of the blocks of a cluster.
+_RANK = "rank"
+# Rows of x per block of the launch that computes their reciprocal root mean squares.
+_ROOTS = ROW_TILE
+
+
+@dataclass(frozen=True)
+class ManyRowsKernel:
+    """The kernel for one geometry, tiling and epilogue.
+
+    Attributes:
+        geometry: sizes of the weight.
+        rows: rows of the result, a multiple of `WINDOW`. TMA fills the last tile's other rows of x with zeros.
+        tiling: how the product is divided.
+        ending: the epilogue.
+        part: columns over which the squares of a row are added up, those of a tile of few rows.
+    """
+
+    geometry: Geometry
+    rows: int
+    tiling: Tiling
+    ending: Ending
+    part: int
+
+    def build(self, interpret: bool) -> Callable[..., list[Array]]:
+        """Returns the function of weight, x and the epilogue's inputs that launches the kernel.
+
+        Instead of sums of squares it takes the rows' factors (`factors`). It returns the outputs of the epilogue.
+        """
+        clusters: dict[str, Any] = {}
+        if self.tiling.cluster > 1:
+            clusters = {"cluster": (self.tiling.cluster,), "cluster_names": (_RANK,)}
+        return plgpu.kernel(
+            self._body,
+            out_type=self._out_type(),
+            scratch_types=self._scratch(),
+            grid=(self.tiling.grid(self.geometry, self.rows),),
+            grid_names=("cluster",),
+            **clusters,
+            num_threads=self.tiling.consumers + 1,
+            thread_name="warpgroup",
+            # The kernel places its barriers between warps itself.
+            compiler_params=LANE_PARAMS,
+            interpret=interpreter(interpret),
+            kernel_name="skinny_matmul_many_rows",
+        )
+
+    def _out_type(self) -> list[jax.ShapeDtypeStruct]:
+        out = self.geometry.out
+        out_type = [jax.ShapeDtypeStruct((self.rows, out), self.ending.result)]
+        if self.ending.weighs:
+            squares = jax.ShapeDtypeStruct((out // self.part, self.rows), jnp.float32)
+            out_type = [*out_type, *out_type, squares]
+        return out_type
+
+    def _scratch(self) -> dict[str, Any]:
+        t, dtype = self.tiling, self.geometry.dtype
+
+        def slots(rows: int) -> Any:  # noqa: ANN401 - private to JAX
+            return plgpu.SMEM((t.stages, rows, PIECE), dtype, transforms=swizzled(PIECE, dtype))
+
+        copies = 1 + (t.consumers * self.geometry.parts if self.geometry.gated else 1)
+        barrier = plgpu.Barrier
+        if t.cluster > 1:
+            # A copy of x fills a stage of all blocks, so all must have released it.
+            barrier = partial(plgpu.ClusterBarrier, collective_axes=(_RANK,))
+        return {
+            "weights": slots(t.height),
+            "inputs": slots(t.rows),
+            "sums": plgpu.SMEM((t.consumers, WGMMA_ROWS, WINDOW + PADDING), jnp.float32),
+            "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
+            "free": barrier(num_arrivals=t.consumers, num_barriers=t.stages),
+        }
+
+    def _body(self, *arrays: Ref, **scratch: Ref) -> None:
+        inputs = ["factors" if name == "squares" else name for name in self.ending.inputs]
+        names = ["weight", "x", *inputs, *self.ending.outputs]
+        block = _Block(self, dict(zip(names, arrays, strict=True)) | scratch)
+        warpgroup, consumers = lax.axis_index("warpgroup"), self.tiling.consumers
+
+        @pl.when(warpgroup < consumers)
+        def _() -> None:
+            if consumers > 1:
+                request_registers(_CONSUMED, more=True)
+            block.consume(warpgroup)
+
+        @pl.when(warpgroup == consumers)
+        def _() -> None:
+            if consumers > 1:
+                request_registers(_PRODUCED, more=False)
+            block.produce()
+
+
+class _Block:
+    """One block. A *step* counts the turns of all its tiles."""
+
+    def __init__(self, kernel: ManyRowsKernel, refs: Mapping[str, Ref]) -> None:
+        self.kernel, self.refs = kernel, refs
+        self.geometry, self.tiling = kernel.geometry, kernel.tiling
+        self.turns = self.geometry.inner // PIECE
+        self.number = lax.axis_index("cluster")
+        self.rank = lax.axis_index(_RANK) if self.tiling.cluster > 1 else jnp.int32(0)
+        self.grid = self.tiling.grid(self.geometry, kernel.rows)
+        tiles = self.tiling.tiles(self.geometry, kernel.rows)
+        # Number of this cluster's tiles: number, number + grid, ... below `tiles`.
+        self.tiles = lax.div(tiles - self.number + (self.grid - 1), jnp.int32(self.grid))
+
+    def find(self, index: Array) -> tuple[Array, Array]:
+        """Returns the block's first column and the first row of x of the cluster's `index`-th tile.
+
+        Tiles of the same columns are adjacent within a band of rows, so that they share the weight in L2.
+        """
+        t, g = self.tiling, self.geometry
+        number = self.number + index * self.grid
+        most, rows = t.band(self.kernel.rows), t.row_tiles(self.kernel.rows)
+        columns = t.column_tiles(g)
+        band = lax.div(number, jnp.int32(most * columns))
+        within = number - band * (most * columns)
+        height = jnp.minimum(rows - band * most, most)
+        column = jnp.minimum(lax.div(within, height) * t.columns(g), g.out - t.columns(g))
+        column += self.rank * t.block_columns(g)
+        row = (band * most + lax.rem(within, height)) * t.rows
+        return pl.multiple_of(column, ROW_TILE), pl.multiple_of(row, ROW_TILE)
+
+    def slot(self, step: Array) -> Array:
+        """Returns the pipeline stage of a step."""
+        return lax.rem(step, jnp.int32(self.tiling.stages))
+
+    def produce(self) -> None:
+        """Runs the producer: copies each chunk into a stage that all consumers of the cluster have released."""
+        stages = self.tiling.stages
+
+        def process_tile(index: Array, carry: None) -> None:
+            column, row = self.find(index)
+
+            def process_turn(turn: Array, carry: None) -> None:
+                step = index * self.turns + turn
+                slot = self.slot(step)
+                pl.when(step >= stages)(partial(plgpu.barrier_wait, self.refs["free"].at[slot]))
+                self.fetch(slot, column, row, turn)
+                return carry
+
+            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, None)
+            return carry
+
+        lax.fori_loop(jnp.int32(0), self.tiles, process_tile, None)
+        # All arrivals at a barrier must be waited for before the block exits.
+        steps = self.tiles * self.turns
+
+        def drain(step: Array, carry: None) -> None:
+            plgpu.barrier_wait(self.refs["free"].at[self.slot(step)])
+            return carry
+
+        lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+
+    def fetch(self, slot: Array, column: Array, row: Array, turn: Array) -> None:
+        """Starts the copies of one chunk; each consumer's rows of the weight are adjacent, gates before the others."""
+        g, t, refs = self.geometry, self.tiling, self.refs
+        inner = pl.ds(pl.multiple_of(turn * PIECE, PIECE), PIECE)
+        arrived = refs["arrived"].at[slot]
+        # Without gates one copy has the rows of all consumers.
+        size = t.own_columns(g) if g.gated else t.block_columns(g)
+        for start in range(0, t.block_columns(g), size):
+            for part in range(g.parts):
+                rows = pl.multiple_of(column + (part * g.out + start), ROW_TILE)
+                place = start * g.parts + part * size
+                plgpu.copy_gmem_to_smem(
+                    refs["weight"].at[pl.ds(rows, size), inner],
+                    refs["weights"].at[slot, pl.ds(place, size)],
+                    arrived,
+                )
+        plgpu.copy_gmem_to_smem(
+            refs["x"].at[pl.ds(row, t.rows), inner],
+            refs["inputs"].at[slot],
+            arrived,
+            collective_axes=_RANK if t.cluster > 1 else None,
+        )
+
+    def consume(self, warpgroup: Array) -> None:
+        """Runs a consumer: multiplies its 64 rows of the weight with the tile's rows of x, and stores the result."""
+
+        def process_tile(index: Array, carry: None) -> None:
+            column, row = self.find(index)
+            sums = self.multiply(warpgroup, index)
+            own = self.tiling.own_columns(self.geometry)
+            self.store(warpgroup, sums, pl.multiple_of(column + warpgroup * own, ROW_TILE), row)
+            return carry
+
+        lax.fori_loop(jnp.int32(0), self.tiles, process_tile, None)
+
+    def multiply(self, warpgroup: Array, index: Array) -> Array:
+        """Returns the sums of a tile, 64 rows of the weight x all rows of x."""
+        refs = self.refs
+        own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+
+        def process_turn(sums: Ref, turn: Array, carry: None) -> None:
+            step = index * self.turns + turn
+            slot = self.slot(step)
+            plgpu.barrier_wait(refs["arrived"].at[slot])
+            left, right = refs["weights"].at[slot, own], refs["inputs"].at[slot]
+            plgpu.wgmma(sums, left, right.transpose((1, 0)))
+            # Wait for the previous turn's product, then release its stage.
+            plgpu.wgmma_wait(1)
+
+            @pl.when(turn > 0)
+            def _() -> None:
+                plgpu.barrier_arrive(refs["free"].at[self.slot(step - 1)])
+
+            return carry
+
+        def run(sums: Ref) -> Array:
+            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), partial(process_turn, sums), None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(refs["free"].at[self.slot((index + 1) * self.turns - 1)])
+            return sums[...]
+
+        return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, self.tiling.rows), jnp.float32))
+
+    def store(self, warpgroup: Array, sums: Array, column: Array, row: Array) -> None:
+        """Runs the epilogue of few rows on one window of rows after the other."""
+        staged = self.refs["sums"].at[warpgroup]
+
+        def store_window(first: int) -> None:
+            assign(staged.at[:, pl.ds(0, WINDOW)], ..., rows_of(sums, first, WINDOW))
+            plgpu.commit_smem()
+            self.end(staged, column, pl.multiple_of(row + first, ROW_TILE))
+            plgpu.commit_smem()
+
+        for first in range(0, self.tiling.rows, WINDOW):
+            pl.when(row + first < self.kernel.rows)(partial(store_window, first))
+
+    def end(self, staged: Ref, column: Array, row: Array) -> None:
+        """Stores the results of a window, whose sums are in shared memory, by the code of few rows."""
+        g, k, own = self.geometry, self.kernel, self.tiling.own_columns(self.geometry)
+        # The squares of each part are added up by themselves.
+        width = min(own, k.part) if k.ending.weighs else own
+        refs = dict(self.refs)
+        if k.ending.norm_eps is not None:
+            refs["factors"] = refs["factors"].at[pl.ds(row, WINDOW)]
+        window = replace(g, rows=WINDOW)
+        for start in range(0, own, width):
+            place = pl.multiple_of(column + start, ROW_TILE)
+            refs["sums"] = staged.at[pl.ds(start, width * g.parts)]
+            end = End(window, Schedule(width, 1, 1, 1, 1, 1), k.ending, refs, row)
+            end.store(lax.div(place, jnp.int32(k.part)), place, jnp.int32(0), 0, WINDOW)
+
+
+def row_factors(squares: Array, geometry: Geometry, ending: Ending, *, interpret: bool) -> Array:
+    """Returns the reciprocal root mean square of each row by the code of few rows, in a launch of its own.
+
+    A block of many rows would read all parts of its rows' squares again for each tile, in loads that are not adjacent.
+
+    Args:
+        squares: float32 sums of squares [parts, rows]; the rows are a multiple of 8.
+        geometry: sizes of the product.
+        ending: its epilogue, which has the norm's epsilon.
+        interpret: whether the interpreter runs this.
+
+    Returns:
+        float32 [rows].
+    """
+    rows = squares.shape[1]
+    few = replace(geometry, rows=_ROOTS)
+
+    def body(squares: Ref, factors: Ref) -> None:
+        first = pl.multiple_of(lax.axis_index("block") * _ROOTS, ROW_TILE)
+        refs = {"squares": squares, "factors": factors.at[pl.ds(first, _ROOTS)]}
+        End(few, Schedule(ROW_TILE, 1, 1, 1, 1, 1), ending, refs, first).prepare()
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows,), jnp.float32),
+        grid=(rows // _ROOTS,),
+        grid_names=("block",),
+        compiler_params=LANE_PARAMS,
+        interpret=interpreter(interpret),
+        kernel_name="row_factors",
+    )(squares)
