@@ -25,12 +25,17 @@ def implementations(*names):
     return pytest.mark.parametrize("implementation", params)
 
 
-def cases(all_cases):
-    """Parametrises a test over cases; the large ones are for GPUs."""
-    params = [
-        pytest.param(case, id=case.name, marks=[] if case.ci else [pytest.mark.gpu])
-        for case in all_cases
-    ]
+def cases(all_cases, *, fast=None):
+    """Parametrises a test over cases; the large ones are for GPUs, and those that `fast` does not name are slow."""
+
+    def marks(case):
+        if not case.ci:
+            return [pytest.mark.gpu]
+        return [pytest.mark.slow] * (fast is not None and case.name not in fast)
+
+    if fast is not None:
+        assert set(fast) <= {case.name for case in all_cases}
+    params = [pytest.param(case, id=case.name, marks=marks(case)) for case in all_cases]
     return pytest.mark.parametrize("case", params)
 
 

@@ -114,7 +114,7 @@ def under(schedule, inputs, **options):
 # Weights that are not exact are compared with exact ones below.
 SCHEDULES = [
     Schedule(2, 3),
-    Schedule(1, 2),
+    pytest.param(Schedule(1, 2), marks=pytest.mark.slow),
     pytest.param(Schedule(2, 2, exact=False), marks=pytest.mark.slow),
 ]
 
@@ -230,7 +230,9 @@ LOWERED = {
 @pytest.mark.parametrize(
     ("op", "case"),
     [
-        pytest.param(op, case, id=f"{op}-{number}")
+        pytest.param(
+            op, case, id=f"{op}-{number}", marks=[pytest.mark.slow] * ((op, number) in SLOW)
+        )
         for op, found in LOWERED.items()
         for number, case in enumerate(found)
     ],
@@ -273,6 +275,16 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
     refused("ssd_scan", "multiple of 64, got 96", small, chunk_size=96)
     refused("ssd_update", "got 12 and 16", replace(UPDATE["groups"], head_dim=12))
     refused("ssd_update", "at most 1024, got 2048", replace(UPDATE["groups"], d_state=2048))
+# Other numbers of channels and heads; h200/test_kernels.py compiles the convolution and the scan at the first.
+SLOW = {
+    ("causal_conv", 1),
+    ("causal_conv", 2),
+    ("causal_conv", 3),
+    ("ssd_scan", 0),
+    ("ssd_scan", 1),
+}
+
+
 
     def refused_delta(named, *sizes):
         refused("delta_update", named, delta_update_cases.Case("", 2, DeltaShape(1, 2, *sizes)))

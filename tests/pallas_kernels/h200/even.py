@@ -1,13 +1,11 @@
 """Kernels in the form that they have where requests for registers are ignored, as on JAX 0.12; prints reports as JSON.
 
-Run as a program, because it must set up JAX before anything imports it: `python even.py few`, or `rest`. It compiles
-for an H200 on a machine without a GPU, with any JAX, and prints {"skipped": reason} where JAX's CUDA plugin is not
-installed. Nothing is executed.
+Run as a program, because it must set up JAX before anything imports it. It compiles for an H200 on a machine without a
+GPU, with any JAX, and prints {"skipped": reason} where JAX's CUDA plugin is not installed. Nothing is executed.
 """
 
 import json
 import os
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -19,9 +17,9 @@ from tests.pallas_kernels.h200.kernels import report
 
 MODULES = {"ragged": ragged, "states": states, "grouped": grouped}
 # What requests registers where they are honoured. `kernels.py` and `latent.py` name the programs.
-FEW = {"ragged": ("llama",), "states": ("ssd_scan",), "latent": (), "sparse": ()}
-REST = {
-    "ragged": ("gemma", "fp8"),
+CHOSEN = {
+    "ragged": ("llama", "gemma", "fp8"),
+    "states": ("ssd_scan",),
     "grouped": ("gpt-oss-down-t2048 mxfp4",),
     "latent": ("packed", "128 heads"),
     "sparse": ("bytes",),
@@ -50,8 +48,8 @@ def sparse_report(dump, name):
     return found
 
 
-def main(part):
-    """Prints the reports of the few programs, or of the rest."""
+def main():
+    """Prints the reports of the chosen programs."""
     if not has_plugin():
         reason = "needs jax-cuda13-plugin and jax-cuda13-pjrt, which compile for CUDA"
         print(json.dumps({"skipped": reason}))
@@ -65,18 +63,17 @@ def main(part):
         from pallas_kernels.mosaic import jax_versions
 
         jax_versions.HONOURS_REGISTER_REQUESTS = False
-        chosen = {"few": FEW, "rest": REST}[part]
         found = {
             f"{module} {name}": report(*described.programs()[name], dump)
             for module, described in MODULES.items()
-            for name in chosen.get(module, ())
+            for name in CHOSEN[module]
         }
-        for name in chosen["latent"]:
+        for name in CHOSEN["latent"]:
             found[f"latent {name}"] = latent.report(dump, **latent.programs()[name])
-        for name in chosen["sparse"]:
+        for name in CHOSEN["sparse"]:
             found[f"sparse {name}"] = sparse_report(dump, name)
         print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

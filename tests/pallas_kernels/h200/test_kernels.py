@@ -12,12 +12,12 @@ pytestmark = pytest.mark.skipif(
 )
 PROGRAMS = {
     "few": {
-        **{"choices": 2, "decode": 2, "grouped": 3, "ragged": 2},
+        **{"choices": 2, "decode": 2, "grouped": 3, "ragged": 1},
         **{"skinny": 5, "states": 5, "writes": 6},
     },
     "rest": {
-        **{"choices": 2, "decode": 5, "grouped": 2, "ragged": 2},
-        **{"skinny": 18, "states": 4, "writes": 3},
+        **{"choices": 2, "decode": 5, "grouped": 2, "ragged": 3},
+        **{"skinny": 18, "states": 5, "writes": 3},
     },
 }
 

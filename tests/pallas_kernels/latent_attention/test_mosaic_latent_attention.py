@@ -83,9 +83,16 @@ MANY_HEADS = {
     for name, (case, schedule) in INTERPRETED.items()
     if not case.packed
 }
-# Outputs are let be until scores have risen far: some far enough, or none.
+# Outputs are let be until scores have risen far: some far enough, or none. One case has either.
+SLOW = [(name, 1 if "shares" in name else 8) for name in MANY_HEADS]
 INTERPRETED_CASES = [
-    pytest.param(case, schedule, factor, id=f"{name}, times {factor}")
+    pytest.param(
+        case,
+        schedule,
+        factor,
+        id=f"{name}, times {factor}",
+        marks=[pytest.mark.slow] * ((name, factor) in SLOW),
+    )
     for name, (case, schedule) in (INTERPRETED | MANY_HEADS).items()
     for factor in (1, 8)
     if factor == 8 or case.heads == 40
@@ -115,7 +122,9 @@ def test_interpreted_more_than_64_heads_share_a_row_between_blocks(races):
     assert not races()
 
 
-@pytest.mark.parametrize(("value_dim", "heads"), [(256, 24), (512, 5)])
+@pytest.mark.parametrize(
+    ("value_dim", "heads"), [(256, 24), pytest.param(512, 5, marks=pytest.mark.slow)]
+)
 def test_interpreted_keys_on_the_left_come_in_pieces_of_any_width(value_dim, heads, races):
     case = Case(name="", rows=decode(70, 130), heads=heads, value_dim=value_dim, page_size=32)
     inputs = case.inputs(3)

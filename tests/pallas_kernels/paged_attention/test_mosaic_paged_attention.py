@@ -124,7 +124,7 @@ def test_the_door_of_the_kernel_interprets_its_own_schedule(case, races):
 
 def test_one_process_runs_it_over_several_grids(races):
     """The trace for one number of rows is not used for another."""
-    for seq_lens in ((30,), (30, 70, 5), (30,), (30, 70)):
+    for seq_lens in ((30,), (30, 70, 5), (30,)):
         case = small(*seq_lens, table_width=5)
         inputs = case.inputs(1)
         assert_is_oracle(
@@ -161,8 +161,9 @@ LOWERED = {
     ),
     "head_dim 192": Case("", (600,) * 2, heads=40, head_dim=192, page_size=8),
 }
-# Other sizes of what one of the others shows: its schedule, its groups, its width or its pages.
-SLOW = ("llama, batch 8", "llama, batch 64", "long rows, few key heads", "gemma", "head_dim 192")
+# Parts that are joined, a window with sinks, and odd sizes over 8 bits. Others show another size of one of these, or
+# are compiled for an H200 by h200/test_kernels.py.
+FAST = ("one long row", "gpt-oss", "int8, head_dim 192")
 
 
 @pytest.mark.skipif(
@@ -172,7 +173,7 @@ SLOW = ("llama, batch 8", "llama, batch 64", "long rows, few key heads", "gemma"
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (name not in FAST))
         for name, case in LOWERED.items()
     ],
 )

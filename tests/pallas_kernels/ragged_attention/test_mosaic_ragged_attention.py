@@ -89,7 +89,10 @@ def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
     assert not races()
 
 
-@pytest.mark.parametrize("name", list(INTERPRETED)[:2])
+FIRST, SECOND, _ = INTERPRETED
+
+
+@pytest.mark.parametrize("name", [pytest.param(FIRST, marks=pytest.mark.slow), SECOND])
 def test_interpreted_it_equals_the_oracle_without_a_producer(name, no_requests, races):
     test_interpreted_it_equals_the_oracle_without_a_race(*INTERPRETED[name], races)
 

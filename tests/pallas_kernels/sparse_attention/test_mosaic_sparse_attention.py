@@ -80,8 +80,8 @@ LOWERED = {
 }
 
 
-# Both kinds of records, and each of a lone block, a cluster, and a pair with parts, which are joined.
-FAST = {("bytes", "alone"), ("bytes", "in pairs, parts"), ("numbers", "in clusters")}
+# The one of most instructions: records are widened, a pair shares them, and its parts are joined.
+FAST = {("bytes", "in pairs, parts")}
 
 
 @pytest.mark.parametrize(
