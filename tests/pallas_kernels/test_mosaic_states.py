@@ -226,6 +226,16 @@ LOWERED = {
 }
 
 
+# Other numbers of channels and heads; h200/test_kernels.py compiles the convolution and the scan at the first.
+SLOW = {
+    ("causal_conv", 1),
+    ("causal_conv", 2),
+    ("causal_conv", 3),
+    ("ssd_scan", 0),
+    ("ssd_scan", 1),
+}
+
+
 @on_this_jax
 @pytest.mark.parametrize(
     ("op", "case"),
@@ -275,16 +285,6 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
     refused("ssd_scan", "multiple of 64, got 96", small, chunk_size=96)
     refused("ssd_update", "got 12 and 16", replace(UPDATE["groups"], head_dim=12))
     refused("ssd_update", "at most 1024, got 2048", replace(UPDATE["groups"], d_state=2048))
-# Other numbers of channels and heads; h200/test_kernels.py compiles the convolution and the scan at the first.
-SLOW = {
-    ("causal_conv", 1),
-    ("causal_conv", 2),
-    ("causal_conv", 3),
-    ("ssd_scan", 0),
-    ("ssd_scan", 1),
-}
-
-
 
     def refused_delta(named, *sizes):
         refused("delta_update", named, delta_update_cases.Case("", 2, DeltaShape(1, 2, *sizes)))

@@ -17,7 +17,7 @@ PROGRAMS = {
     },
     "rest": {
         **{"choices": 2, "decode": 5, "grouped": 2, "ragged": 3},
-        **{"skinny": 18, "states": 5, "writes": 3},
+        **{"skinny": 18, "states": 4, "writes": 3},
     },
 }
 
