@@ -12,7 +12,7 @@ is that over the first number of devices. Record: tensor-parallel-SHAPE.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
@@ -36,41 +36,48 @@ from jaxkv.weights.load import expected_shapes
 from jaxkv.weights.quantised.rounding import ROUNDINGS
 
 _SUMS = 64
-"""Sums of one launch, each of the result of the one before."""
+"""Sums of the shorter of two launches, each of the result of the one before; the longer one has four times as many."""
 
 
 def time_sums(mesh: Mesh, tokens: int, width: int, trials: int = 9) -> float:
-    """Returns the microseconds of one sum over the devices of bfloat16 `[tokens, width]`, the median of `trials`."""
+    """Returns the microseconds of one sum over the devices of bfloat16 `[tokens, width]`, the median of `trials`.
 
-    def chain(x: jax.Array) -> jax.Array:
-        for _ in range(_SUMS):
-            # The next sum needs this one, and the numbers stay small.
-            x = jax.lax.psum(x, AXIS) * jnp.bfloat16(1 / mesh.size)
-        return x
-
+    It is the difference of two launches, so what a launch costs counts nothing.
+    """
     everywhere = PartitionSpec()
-    run = jax.jit(
-        jax.shard_map(chain, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    )
+
+    def chain(count: int) -> Callable[[jax.Array], jax.Array]:
+        def run(x: jax.Array) -> jax.Array:
+            for _ in range(count):
+                # The next sum needs this one, and the numbers stay small.
+                x = jax.lax.psum(x, AXIS) * jnp.bfloat16(1 / mesh.size)
+            return x
+
+        specs = {"mesh": mesh, "in_specs": everywhere, "out_specs": everywhere}
+        return jax.jit(jax.shard_map(run, **specs, check_vma=False))
+
     x = jnp.asarray(np.random.default_rng(0).normal(size=(tokens, width)), jnp.bfloat16)
     x = jax.device_put(x, jax.sharding.NamedSharding(mesh, everywhere))
-    jax.block_until_ready(run(x))
-    seconds = []
-    for _ in range(trials):
+
+    def seconds(run: Callable[[jax.Array], jax.Array]) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(x))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) / _SUMS * 1e6
+        return time.perf_counter() - start
+
+    short, long = chain(_SUMS), chain(4 * _SUMS)
+    seconds(short), seconds(long)
+    apart = [seconds(long) - seconds(short) for _ in range(trials)]
+    return statistics.median(apart) / (3 * _SUMS) * 1e6
 
 
 def measure(runner: SequenceRunner, config: ModelConfig, setting: Setting) -> dict[str, Any]:
-    """Returns the milliseconds per decode step and per prompt of one runner."""
+    """Returns the milliseconds of one runner per decode step, per prompt, and of the host to send a step."""
     requests = make_requests(config, setting)
     with ExitStack() as held:
         places = [held.enter_context(runner.reserved(one.tokens_held)) for one in requests]
         rows = [one.row(place) for one, place in zip(requests, places, strict=True)]
         timed = time_steps(runner, rows, requests, setting, overlapped=True)
-    return {name: timed[name] for name in ("ms_per_token", "prompt_ms")}
+    return {name: timed[name] for name in ("ms_per_token", "prompt_ms", "enqueue_ms")}
 
 
 def measured(
