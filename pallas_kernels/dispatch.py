@@ -29,7 +29,14 @@ class Question:
 
 # Ops whose kernel sums each row in one order for calls of all sizes; "xla" does so for every op.
 _FIXED_KERNELS = frozenset(
-    {"filter_bounds", "page_write", "ragged_attention", "rotary_write", "skinny_matmul"}
+    {
+        "filter_bounds",
+        "grouped_matmul",
+        "page_write",
+        "ragged_attention",
+        "rotary_write",
+        "skinny_matmul",
+    }
 )
 
 _ASKED: ContextVar[list[Question] | None] = ContextVar("asked", default=None)

@@ -44,7 +44,7 @@ def mixture_of_experts(
     did not choose are set to zero. `jax.lax.ragged_dot` is not used: on GPUs and CPUs XLA turns it into a dense
     product that repeats that work `top_k` times.
 
-    Under the fixed order of sums (`pallas_kernels.fixed_order`) it is always the second way.
+    Under the fixed order of sums (`pallas_kernels.fixed_order`) XLA always takes the second way.
 
     With our kernels `grouped_matmul` covers both cases: tokens are sorted by expert, and each expert is read once and
     multiplied with its own tokens only.
@@ -90,17 +90,14 @@ def grouped_for(
     """Returns the `grouped` argument of `mixture_of_experts` for a family of implementations.
 
     The result is our kernel if the family is ours and the kernel supports these sizes; if it does not, a fallback is
-    recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there.
+    recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there,
+    unless the order of sums is fixed.
     """
     if implementation != _KERNEL:
         return None
-    if is_fixed():
-        refusal = "its order of sums depends on the call (batch_invariant)"
-        note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
-        return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
     per_expert = _bytes_of(up, down) // mixture.experts
-    if rows <= mixture.experts and rows * per_expert < _FEW_BYTES:
+    if rows <= mixture.experts and rows * per_expert < _FEW_BYTES and not is_fixed():
         return None
     for weight, axis in ((up, 0), (down, 1)):
         # Experts in few bits take rows of the dtype of plain weights.
@@ -198,7 +195,8 @@ def _run_sorted(
         out = with_bias(out, "experts_down_bias")
         inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
         out = out[inverse].astype(jnp.float32).reshape(*chosen.shape, -1)
-        return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
+        parts = [out[:, place] * weights[:, place, None] for place in range(top_k)]
+        return sum(parts[1:], parts[0]).astype(x.dtype)
 
     return _in_blocks(run, max(1, _MOST_SORTED // (top_k * max(up.shape[1:]))), x, chosen, weights)
 

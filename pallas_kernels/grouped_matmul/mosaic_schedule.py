@@ -21,6 +21,7 @@ from pallas_kernels.device import (
     SHARED_BYTES_PER_BLOCK,
     WGMMA_ROWS,
 )
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.few_bits_turn import Packing
 from pallas_kernels.mosaic.jax_versions import honours_register_requests
@@ -137,7 +138,8 @@ class Schedule:
 
         The window is the narrowest that holds twice a group's mean number of rows at any alignment, or else the wide
         one. With narrow windows reading the weights dominates, and each is fetched about once. With the wide window
-        the tensor cores dominate, and tiles are as large as the registers of two warpgroups allow.
+        the tensor cores dominate, and tiles are as large as the registers of two warpgroups allow. Under the fixed
+        order of sums the weight is the left operand with every window: the window then changes no bit.
         """
         wanted = 2 * geometry.rows / geometry.groups + _MOST_OFFSET
         window = next((width for width in _NARROW_WINDOWS if width >= wanted), _WIDE_WINDOW)
@@ -145,7 +147,7 @@ class Schedule:
             # The weight is always the left operand, which is widened in registers.
             return cls._of_few_bits(geometry, min(window, _NARROW_WINDOWS[-1]))
         resident = 1
-        if window == _WIDE_WINDOW:
+        if window == _WIDE_WINDOW and not is_fixed():
             whole = [columns for columns in _WIDE_COLUMNS if geometry.out % columns == 0]
             columns = whole[0] if whole else min(_WIDE_COLUMNS[0], geometry.out // PIECE * PIECE)
             left, chunk = "rows", PIECE
@@ -168,9 +170,12 @@ class Schedule:
         most = _FEW_BITS_BYTES * 8 // geometry.bits
         chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
         packing = geometry.packing
-        if window > _NARROW_WINDOWS[0] and packing is not None and not honours_register_requests():
+        is_wide = window > _NARROW_WINDOWS[0] or is_fixed()
+        if is_wide and packing is not None and not honours_register_requests():
+            # Under the fixed order turns, and with them the sums that are scaled, are equal for all windows.
+            widest = _NARROW_WINDOWS[-1] if is_fixed() else window
             chunks = [
-                each for each in chunks if each // packing.span(each) * window <= _MOST_SCALED
+                each for each in chunks if each // packing.span(each) * widest <= _MOST_SCALED
             ]
         empty = cls(window, columns, "weight", chunks[-1], 0, NUM_MULTIPROCESSORS)
         room = SHARED_BYTES_PER_BLOCK - empty.shared_bytes(geometry)

@@ -11,6 +11,7 @@ from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers import mixture as layer
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts
 from pallas_kernels.dispatch import Unsupported, fallbacks
+from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from tests.layers.jaxprs import equations
 from tests.layers.test_mixture import CASES, TOKENS, by_hand, drawn
@@ -90,6 +91,8 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     # Three tokens ask six small experts: that is read sooner than rows are sorted.
     assert chosen("mosaic_gpu", tokens=3) is None
     assert chosen("mosaic_gpu", tokens=3, size=2**17) == "mosaic_gpu"
+    with fixed_order():
+        assert chosen("mosaic_gpu", tokens=3) == "mosaic_gpu"
     assert sum(fallbacks().values()) == before
     assert chosen("mosaic_gpu", size=60) is None
     assert chosen("mosaic_gpu", dtype=jnp.float32) is None
@@ -116,6 +119,28 @@ def test_the_kernel_says_what_the_experts_say(tokens):
     assert np.max(np.abs(got - wanted)) < 0.02 * np.max(np.abs(wanted))
     broken = np.asarray(run(params, x.at[1::2].set(jnp.nan)), np.float64)
     np.testing.assert_array_equal(broken[::2], got[::2])
+
+
+@pytest.mark.gpu
+def test_in_the_fixed_order_a_token_has_the_bits_that_it_has_alone():
+    """Also among 300, whose windows have 128 rows."""
+    mixture = MixtureConfig(experts=16, top_k=4, size=192, gated=True)
+    draw = np.random.default_rng(3)
+    shapes = {"router": (16, 128), "experts_up": (16, 384, 128), "experts_down": (128, 16, 192)}
+    params = {
+        name: jnp.asarray(draw.normal(size=shape) * shape[-1] ** -0.5, jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    x = jnp.asarray(draw.normal(size=(300, 128)), jnp.bfloat16)
+
+    def run(tokens):
+        options = {"mixture": mixture, "activation": "silu", "grouped": "mosaic_gpu"}
+        with fixed_order():
+            return np.asarray(jax.jit(partial(mixture_of_experts, **options))(params, x[tokens]))
+
+    whole = run(np.arange(300))
+    for tokens in ([299], [64, 3, 0], np.arange(100, 140)):
+        np.testing.assert_array_equal(run(np.array(tokens)), whole[tokens])
 
 
 @pytest.fixture

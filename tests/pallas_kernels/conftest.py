@@ -2,6 +2,7 @@
 
 import jax
 import jaxtyping
+import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
@@ -24,6 +25,19 @@ def races():
     """Tells whether the interpreter saw a race, and leaves it as it was found."""
     yield lambda: interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Makes the interpreter add up products in order; in BLAS the order depends on the number of rows."""
+
+    def multiply(left, right, dtype):
+        total = np.zeros((left.shape[0], right.shape[1]), dtype)
+        for place in range(left.shape[1]):
+            total += left[:, place, None].astype(dtype) * right[None, place].astype(dtype)
+        return total
+
+    monkeypatch.setattr(np, "matmul", multiply)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.device import NEWEST_JAX, ROW_TILE, SHARED_BYTES_PER_BLOCK
+from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
@@ -128,6 +129,36 @@ def test_interpreted_no_row_is_stored_over_a_neighbour(races):
     poisoned[::2] = np.nan
     assert bits(interpreted(inputs | {"x": poisoned}, cuts))[1::2] == first[1::2]
     assert not races()
+
+
+def test_interpreted_a_window_changes_no_bit(one_by_one, races):
+    """With the weight on the left, also at 128 rows, which only the fixed order has there."""
+    inputs = Case("", (100, 0, 3, 27), 128, 128, result="float32").inputs(3)
+    narrow, wide = (
+        bits(interpreted(inputs, (window, columns, "weight", 64, 2, 9)))
+        for window, columns in ((16, 64), (128, 128))
+    )
+    assert narrow == wide
+    assert not races()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_in_the_fixed_order_the_weight_is_on_the_left_of_any_number_of_rows(case):
+    """And a turn over a weight in few bits is the same for all."""
+    packing = Packing("float4_e2m1fn", 32, case.inner // 32, "float8_e8m0fnu", False)
+    for form in (None, packing):
+        chunks = set()
+        for rows in (1, case.groups, 30 * case.groups, 500 * case.groups):
+            sizes = (rows, case.groups, case.out, case.inner, case.group_axis)
+            geometry = Geometry(*sizes, BFLOAT16, BFLOAT16, form)
+            if geometry.refusal() is not None:
+                pytest.skip("the kernel does not take it")
+            with fixed_order():
+                schedule = Schedule.by_rule(geometry)
+            assert schedule.refusal(geometry) is None
+            assert schedule.left == "weight"
+            chunks.add(schedule.chunk)
+        assert form is None or len(chunks) == 1
 
 
 VISITED = [(rows, window) for rows in (5, 96) for window in (8, 16, 64)]

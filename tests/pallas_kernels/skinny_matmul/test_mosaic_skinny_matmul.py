@@ -421,19 +421,6 @@ def in_fixed_order(case, rows, *, before=False, after=False, folds=1, **options)
     return [bits(found[0]), bits(found[1]), bits(found[2].T)] if after else [bits(found)]
 
 
-@pytest.fixture
-def one_by_one(monkeypatch):
-    """Makes the interpreter add up products in order; in BLAS the order depends on the number of rows."""
-
-    def multiply(left, right, dtype):
-        total = np.zeros((left.shape[0], right.shape[1]), dtype)
-        for place in range(left.shape[1]):
-            total += left[:, place, None].astype(dtype) * right[None, place].astype(dtype)
-        return total
-
-    monkeypatch.setattr(np, "matmul", multiply)
-
-
 MANY_ROWS = {
     "between norms": (
         Case("", 70, 256, 64, has_bias=True, has_residual=True, result="float32"),
