@@ -6,6 +6,7 @@ def programs():
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels.fixed_order import fixed_order
     from pallas_kernels.formats.few_bits import FewBits
     from pallas_kernels.grouped_matmul import mosaic_gpu
     from pallas_kernels.grouped_matmul.cases import CASES
@@ -33,6 +34,16 @@ def programs():
         run, (x, _, sizes) = multiply(name)
         return run, (x, FewBits(codes, scales, None, None, "float4_e2m1fn"), sizes)
 
+    def in_fixed_order(name):
+        run, arguments = multiply(name)
+
+        def run_in_order(*arrays):
+            with fixed_order():
+                return run(*arrays)
+
+        return run_in_order, arguments
+
     names = ["qwen3-next-up-t8", "gpt-oss-up-t8", "gpt-oss-down-t2048"]
     few = {f"{name} mxfp4": in_mxfp4(name) for name in ("gpt-oss-up-t8", "gpt-oss-down-t2048")}
-    return {name: multiply(name) for name in names} | few
+    ordered = {f"{name} in a fixed order": in_fixed_order(name) for name in names[2:]}
+    return {name: multiply(name) for name in names} | few | ordered
