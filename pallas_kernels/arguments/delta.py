@@ -87,14 +87,26 @@ def tokens_of(
         jnp.repeat(_unit(part.reshape(-1, sizes.key_heads, sizes.key_dim)), repeats, axis=1)
         for part in (q, k)
     )
-    step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None])
+    decay, beta = gates_of(a_log, dt_bias, a, b)
     return Tokens(
         q=q * sizes.key_dim**-0.5,
         k=k,
         v=v.reshape(-1, sizes.heads, sizes.value_dim),
-        decay=-jnp.exp(a_log.astype(jnp.float32))[None] * step,
-        beta=jax.nn.sigmoid(b.astype(jnp.float32)),
+        decay=decay,
+        beta=beta,
     )
+
+
+def gates_of(
+    a_log: Float[Array, " heads"],
+    dt_bias: Float[Array, " heads"],
+    a: Float[Array, "tokens heads"],
+    b: Float[Array, "tokens heads"],
+) -> tuple[Float[Array, "tokens heads"], Float[Array, "tokens heads"]]:
+    """Returns each token's log decay and beta in float32, as in `Tokens`."""
+    step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None])
+    decay = -jnp.exp(a_log.astype(jnp.float32))[None] * step
+    return decay, jax.nn.sigmoid(b.astype(jnp.float32))
 
 
 def _unit(x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:

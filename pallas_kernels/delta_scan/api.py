@@ -1,5 +1,7 @@
 """Public entry point of `delta_scan`: the recurrence of a gated delta layer over packed rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.delta import DeltaArrays, check_delta
 from pallas_kernels.arguments.states import StateTables, check_scan
-from pallas_kernels.delta_scan import xla
+from pallas_kernels.delta_scan import mosaic_gpu, xla
 from pallas_kernels.dispatch import choose
 
 
@@ -34,10 +36,11 @@ def delta_scan(
     head: `state = exp(-exp(a_log) * step) * state`, then `state += outer(k, sigmoid(b) * (v - k @ state))` and
     `out = q @ state`.
 
-    Rows are cut into chunks where a position, counted from token 0 of the sequence, is a multiple of `chunk_size`. A
-    row reads its state before it writes one, so both may be the same. Rows without tokens change nothing. In one call,
-    no state may be read by one row and written by another, and a snapshot's state must not be used otherwise; this is
-    checked for concrete ids.
+    Rows are cut into chunks where a position, counted from token 0 of the sequence, is a multiple of `chunk_size`. So a
+    sequence that is split into calls at such multiples gives the same bits as one that is not; other splits agree up to
+    rounding. A row reads its state before it writes one, so both may be the same. Rows without tokens change nothing.
+    In one call, no state may be read by one row and written by another, and a snapshot's state must not be used
+    otherwise; this is checked for concrete ids.
 
     Args:
         a_log: logarithm of each head's decay rate.
@@ -55,24 +58,28 @@ def delta_scan(
             and of rows are available; others are ignored.
         snapshot_states: int32 state that each snapshot is written to; an id past the end writes nothing.
         chunk_size: tokens of a chunk.
-        implementation: "xla", or `None` for the first that can run.
+        implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
         The outputs in qkv's dtype, zeros for padding tokens; and the updated pool.
 
     Raises:
         ValueError: shapes, dtypes, options or concrete ids do not fit.
-        Unsupported: the requested implementation cannot run; the message gives the reason.
+        Unsupported: the requested implementation, or every implementation, cannot run; the message lists the reasons.
     """
     check_delta(a_log, dt_bias, states, qkv, a, b)
     of_rows = (cu_q_lens, seq_lens, read_states, write_states, snapshot_ends, snapshot_states)
     sizes = {"num_states": states.shape[0], "tokens": qkv.shape[0], "chunk_size": chunk_size}
     check_scan(*of_rows, **sizes)
-    choose("delta_scan", {"xla": lambda: None}, implementation)
-    if not qkv.shape[0] or not len(read_states):
-        shape = (qkv.shape[0], states.shape[1], states.shape[3])
-        return jnp.zeros(shape, qkv.dtype), jnp.asarray(states)
     given = (a_log, dt_bias, states, qkv, a, b)
     # `None` is an empty pytree, so absent tables stay `None`.
     given, of_rows = jax.tree.map(jnp.asarray, (given, of_rows))
-    return xla.delta_scan(DeltaArrays(*given), StateTables(*of_rows), chunk_size=chunk_size)
+    layer, tables = DeltaArrays(*given), StateTables(*of_rows)
+    refuses = partial(mosaic_gpu.why_not, layer.states, layer.qkv, chunk_size=chunk_size)
+    reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
+    chosen = choose("delta_scan", reasons, implementation)
+    if not qkv.shape[0] or not len(read_states):
+        shape = (qkv.shape[0], states.shape[1], states.shape[3])
+        return jnp.zeros(shape, qkv.dtype), layer.states
+    function = mosaic_gpu.delta_scan if chosen == "mosaic_gpu" else xla.delta_scan
+    return function(layer, tables, chunk_size=chunk_size)

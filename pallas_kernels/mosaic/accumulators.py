@@ -29,8 +29,11 @@ def add_product(
     plgpu.commit_smem()
 
 
-def wait_for_products(acc: Ref, in_flight: int, *, interpret: bool) -> Array:
-    """Returns an accumulator's value after waiting until at most `in_flight` later products are pending."""
+def wait_for_products(acc: Ref, in_flight: int | None, *, interpret: bool) -> Array:
+    """Returns an accumulator's value after waiting until at most `in_flight` later products are pending.
+
+    With `None` it does not wait: the caller knows that no product for the accumulator is pending.
+    """
     if interpret:
         return acc[...]
     return plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic.jax_versions import assign
+from pallas_kernels.mosaic.piece_store import OutputSquare
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import broadcast, load
 from pallas_kernels.mosaic.tiles import PER_COLUMN, PER_ROW, WGMMA
@@ -186,45 +187,15 @@ class Consumer(Multiplier):
             self.multiply(part, weighed, self.refs["b"].at[slot, block])
 
     def store(self, out: Array, start: Array, length: Array) -> None:
-        """Stores outputs: with one copy, or token by token for a partial piece."""
-        refs, columns = self.refs, pl.ds(self.column, SIDE)
-        # The copy of the previous piece's outputs reads from the same buffer.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.put(out)
-        plgpu.commit_smem()
-
-        @pl.when(length == SIDE)
-        def _() -> None:
-            target = refs["out"].at[pl.ds(start, SIDE), columns]
-            plgpu.copy_smem_to_gmem(refs["y_copied"].at[self.number], target)
-
-        @pl.when(length < SIDE)
-        def _() -> None:
-            self.put_rows()
-
-            @pl.loop(0, length)
-            def _(token: Array) -> None:
-                source = refs["y_rows"].at[self.number, pl.ds(token, 1)]
-                target = refs["out"].at[pl.ds(start + token, 1), columns]
-                plgpu.copy_smem_to_gmem(source, target)
-
-    def put(self, out: Array) -> None:
-        """Writes outputs, transposed back, to shared memory for the copy."""
-        square = self.refs["y"].at[self.number]
-        if self.kernel.interpret:
-            assign(square, ..., out.T)
-            return
-        assign(square.transpose((1, 0)), ..., out)
-
-    def put_rows(self) -> None:
-        """Rewrites outputs in shared memory in plain row order, for copies of single tokens."""
-        if self.kernel.interpret:
-            return
-        held = plgpu.load(self.refs["y"].at[self.number], layout=WGMMA)
-        # All warps must have loaded their part before any warp overwrites the buffer.
-        plgpu.commit_smem()
-        assign(self.refs["y_rows"].at[self.number], ..., held)
-        plgpu.commit_smem()
+        """Stores the outputs of a piece."""
+        square = OutputSquare(
+            copied=self.refs["y_copied"].at[self.number],
+            tiled=self.refs["y"].at[self.number],
+            rows=self.refs["y_rows"].at[self.number],
+            target=self.refs["out"],
+            columns=pl.ds(self.column, SIDE),
+        )
+        square.store(out, start, length, interpret=self.kernel.interpret)
 
     def write_zeros(self) -> None:
         """Writes zeros as the outputs of padding tokens."""

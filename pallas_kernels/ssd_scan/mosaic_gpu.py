@@ -15,13 +15,13 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import Limits
+from pallas_kernels.packed.row_tasks import tasks_of
 from pallas_kernels.packed.rows import cut
 from pallas_kernels.packed.states import snapshot_of_pieces
 from pallas_kernels.ssd_scan.mosaic_decay import decays
 from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_launch import build
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE, Geometry, Schedule
-from pallas_kernels.ssd_scan.mosaic_task import tasks_of
 
 
 def why_not(states: ArrayOrStruct, xbc: ArrayOrStruct, *, chunk_size: int) -> str | None:
@@ -78,7 +78,7 @@ def scan(
     options = {"size": SIDE, "dt_limits": dt_limits, "interpret": interpret}
     passed = decays(a_log, dt_bias, dt, pieces, **options)
     passed = passed.reshape(*passed.shape[:2], 2 * SIDE)
-    tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens)
+    tasks = tasks_of(cu_q_lens, positions, read_states, write_states, tokens=tokens, size=SIDE)
     kept = []
     if snapshot_ends is not None and len(snapshot_ends):
         kept = [snapshot_of_pieces(pieces, tables, len(states), chunk_size)]

@@ -283,6 +283,6 @@ KINDS = {
     "skinny_matmul": Kind(matmul_inputs.repeat_weights, matmul_inputs.answer),
 } | {
     op: Kind(state_inputs.repeat_states, partial(state_inputs.answer, op), pool="states")
-    for op in ("causal_conv", "ssd_scan", "ssd_update", "delta_update")
+    for op in ("causal_conv", "ssd_scan", "ssd_update", "delta_scan", "delta_update")
 }
 OPS = tuple(KINDS)

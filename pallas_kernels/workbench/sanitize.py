@@ -34,6 +34,7 @@ OPS = (
     "causal_conv",
     "ssd_scan",
     "ssd_update",
+    "delta_scan",
     "delta_update",
     "index_topk",
     "filter_bounds",

@@ -36,6 +36,7 @@ WINDOWS = ("windows_gemma_decode",)
 # Steps that show of a model or of an option what one of the others shows too.
 MORE_HYBRID = (
     "hybrid_delta_decode_mosaic_gpu",
+    "hybrid_delta_prefill_mosaic_gpu",
     "hybrid_decode_mosaic_gpu",
     "hybrid_keeping_decode_mosaic_gpu",
     "hybrid_keeping_prefill_mosaic_gpu",
@@ -43,7 +44,6 @@ MORE_HYBRID = (
     "hybrid_prefill_mosaic_gpu",
     "hybrid_experts_prefill_mosaic_gpu",
 )
-SOLVING = "hybrid_delta_prefill_mosaic_gpu"
 LATENT = (
     "latent_decode_mosaic_gpu",
     "latent_expanded_mosaic_gpu",
@@ -76,7 +76,7 @@ SLOW_BATCHES = (
     (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, "generate"),
     (ODD, LATE, INVARIANT, *VERIFY, *MORE_WINDOWS),
     (*DRAFTS, *KEEPING),
-    (*MORE_HYBRID, SOLVING),
+    MORE_HYBRID,
     LATENT,
     (*MORE_DIVIDED, SAMPLES),
 )
@@ -159,7 +159,7 @@ def each(*names):
     return pytest.mark.parametrize("name", marked)
 
 
-@each(*GOOD, *BESIDE, *HOST, *DRAFTS, *OTHERS, SOLVING, DIVIDED, *MORE_DIVIDED, SAMPLES)
+@each(*GOOD, *BESIDE, *HOST, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED, SAMPLES)
 def test_a_program_updates_its_cache_in_place_on_an_h200(report, name):
     # Every leaf of the cache is its own output, and no pool is copied: pages, states, latents, records and index keys.
     found = report(name)
@@ -192,12 +192,6 @@ def test_a_step_is_one_command_buffer(report, name):
     assert found["command_buffers"] == 1
     assert found["outside"] == []
     assert found["captured"] > 10
-
-
-@each(SOLVING)
-def test_a_triangular_system_is_solved_outside_the_graph(report, name):
-    """That of the delta rule, by a library which no command buffer takes."""
-    assert report(name)["outside"]
 
 
 @each(*KERNELS)

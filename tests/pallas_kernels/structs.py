@@ -227,6 +227,11 @@ def _ssd_update(case, dtype):
     return _ssd(case, dtype, rows, kept, num_states)
 
 
+def _delta_scan(case, dtype):
+    made = _delta(case, dtype, case.rows, *_state_tables(case.rows, case.chunk_size))
+    return made | {"chunk_size": case.chunk_size}
+
+
 def _delta_update(case, dtype):
     rows = Rows((1,) * case.batch, (1,) * case.batch, case.padding_rows, case.padding_rows)
     tables, num_states = _state_tables(rows, 1)
@@ -248,5 +253,6 @@ MAKERS = {
     "causal_conv": _causal_conv,
     "ssd_scan": _ssd_scan,
     "ssd_update": _ssd_update,
+    "delta_scan": _delta_scan,
     "delta_update": _delta_update,
 }

@@ -17,6 +17,8 @@ from pallas_kernels.arguments.states import StateTables
 from pallas_kernels.causal_conv import cases as conv_cases
 from pallas_kernels.causal_conv import mosaic_gpu as conv
 from pallas_kernels.causal_conv.arguments import ConvArrays
+from pallas_kernels.delta_scan import cases as delta_scan_cases
+from pallas_kernels.delta_scan import mosaic_gpu as delta_scan
 from pallas_kernels.delta_update import cases as delta_update_cases
 from pallas_kernels.delta_update import mosaic_gpu as delta_update
 from pallas_kernels.device import NEWEST_JAX, gpu_arch
@@ -34,17 +36,20 @@ from tests.pallas_kernels.contract import device, grouped
 CONV = {case.name: case for case in conv_cases.CASES}
 SCAN = {case.name: case for case in scan_cases.CASES}
 UPDATE = {case.name: case for case in update_cases.CASES}
+DELTA_SCAN = {case.name: case for case in delta_scan_cases.CASES}
 DELTA_UPDATE = {case.name: case for case in delta_update_cases.CASES}
 KERNELS = {
     "causal_conv": conv,
     "ssd_scan": scan,
     "ssd_update": update,
+    "delta_scan": delta_scan,
     "delta_update": delta_update,
 }
 GROUPS = {
     "causal_conv": (ConvArrays,),
     "ssd_scan": (SsdArrays, StateTables),
     "ssd_update": (SsdArrays,),
+    "delta_scan": (DeltaArrays, StateTables),
     "delta_update": (DeltaArrays,),
 }
 on_this_jax = pytest.mark.skipif(
@@ -97,6 +102,44 @@ def test_interpreted_the_delta_update_equals_the_oracle_without_a_race(name, rac
     (layer,), others = grouped(device(inputs), *GROUPS["delta_update"])
     result = delta_update.delta_update(layer, **others, interpret=True)
     state_oracle.assert_is_delta(result, inputs | {"read_states": far}, "float32")
+    assert not races()
+
+
+SMALL_DELTA_SCAN = delta_scan_cases.Case(
+    "", Rows((70, 3), (0, 62), 1, 5, snapshots=True), DeltaShape(1, 1, 64, 64), ci=True
+)
+
+
+def interpreted_delta_scan(inputs):
+    arrays, options = grouped(device(inputs), *GROUPS["delta_scan"])
+    return delta_scan.delta_scan(*arrays, **options, interpret=True)
+
+
+def test_interpreted_the_delta_scan_equals_the_oracle_without_a_race(races):
+    """Rows begin inside a chunk and pass its end, with snapshots and padding; gates are of all sizes."""
+    inputs = SMALL_DELTA_SCAN.inputs(3)
+    gates = np.random.default_rng(3).choice([-1e4, -3.0, 0.5, 30.0], (2, 40, 1))
+    inputs["a"][20:60], inputs["b"][20:60] = gates.astype(inputs["a"].dtype)
+    inputs["qkv"][7] = 0
+    state_oracle.assert_is_delta(interpreted_delta_scan(inputs), inputs, "bfloat16")
+    assert not races()
+
+
+def test_interpreted_equal_keys_that_are_corrected_fully_keep_a_piece_exact(races):
+    """Every token corrects the one before it, and nothing is forgotten: the system's worst case."""
+    case = replace(SMALL_DELTA_SCAN, rows=Rows((64,)))
+    inputs = case.inputs(4)
+    inputs["qkv"][:, 64:128] = 1.0
+    inputs["a"][:], inputs["b"][:] = -30.0, 30.0
+    state_oracle.assert_is_delta(interpreted_delta_scan(inputs), inputs, "bfloat16")
+    assert not races()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chunks-64", "narrow", "shared-keys", "only-padding"])
+def test_interpreted_larger_delta_scans_equal_the_oracle_without_a_race(name, races):
+    inputs = DELTA_SCAN[name].inputs(4)
+    state_oracle.assert_is_delta(interpreted_delta_scan(inputs), inputs, "bfloat16")
     assert not races()
 
 
@@ -216,6 +259,10 @@ LOWERED = {
         replace(UPDATE["b8"], heads=32, groups=2, head_dim=128, d_state=256),
         replace(UPDATE["b8"], heads=24, groups=1, head_dim=80, d_state=16),
     ],
+    "delta_scan": [
+        replace(DELTA_SCAN["t2048-one-row"], rows=ROWS, shape=DeltaShape(*sizes))
+        for sizes in ((16, 32, 128, 128), (2, 2, 64, 64), (1, 3, 128, 64))
+    ],
     "delta_update": [
         DELTA_UPDATE["b8"],
         replace(DELTA_UPDATE["b8"], state_dtype="bfloat16", padding_rows=2),
@@ -270,9 +317,11 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
             "causal_conv": ("weight", "x"),
             "ssd_scan": ("states", "xbc"),
             "ssd_update": ("states", "xbc"),
+            "delta_scan": ("states", "qkv"),
             "delta_update": ("states", "qkv"),
         }
-        known = {"causal_conv": ("first_channel",), "ssd_scan": ("chunk_size",)}
+        known = {"causal_conv": ("first_channel",)}
+        known |= dict.fromkeys(("ssd_scan", "delta_scan"), ("chunk_size",))
         arrays, options = ([given[n] for n in names[op]], {n: given[n] for n in known.get(op, ())})
         assert named in KERNELS[op].refusal(*arrays, **options)
 
@@ -292,6 +341,18 @@ def test_what_they_cannot_take_is_refused_with_the_number_that_they_got():
     refused_delta("value_dim must be a multiple of 8, got 12", 16, 12)
     refused_delta("key_dim must be at most 512, got 1024", 1024, 32)
     refused_delta("a power of two or a multiple of 16, got 24", 24, 32)
+    small_delta = SMALL_DELTA_SCAN
+    refused("delta_scan", "got float32", small_delta, "float32")
+    refused("delta_scan", "got 64 and 96", replace(small_delta, shape=DeltaShape(1, 1, 64, 96)))
+    refused(
+        "delta_scan", "at most 128, got 192", replace(small_delta, shape=DeltaShape(1, 1, 192, 64))
+    )
+    refused(
+        "delta_scan",
+        "at most 4 value heads, got 5",
+        replace(small_delta, shape=DeltaShape(1, 5, 64, 64)),
+    )
+    refused("delta_scan", "multiple of 64, got 96", small_delta, chunk_size=96)
     arrays, options = grouped(device(small.inputs()), *GROUPS["ssd_scan"])
     with pytest.raises(ValueError, match="cannot take this: chunk_size"):
         scan.ssd_scan(*arrays, **options | {"chunk_size": 96})
@@ -323,6 +384,8 @@ def test_they_refuse_devices_that_are_not_hopper():
     assert "needs an sm90 GPU" in conv.why_not(given["xbc"], given["xbc"], first_channel=0)
     given = device(DELTA_UPDATE["one-row"].inputs())
     assert "needs an sm90 GPU" in delta_update.why_not(given["states"], given["qkv"])
+    refusal = delta_scan.why_not(given["states"], given["qkv"], chunk_size=64)
+    assert "needs an sm90 GPU" in refusal
 
 
 def changed_states(pool):
@@ -337,8 +400,9 @@ def test_states_past_two_to_the_31_elements_are_written_where_they_lie(op):
     if op == "causal_conv":
         case = replace(CONV["b1-c4352"], rows=Rows((1,), (5,)))
         states = jnp.ones((2**18 + 1, 3, 4352), jnp.bfloat16)
-    elif op == "delta_update":
-        case = DELTA_UPDATE["b1"]
+    elif op in ("delta_update", "delta_scan"):
+        long = replace(DELTA_SCAN["t2048-one-row"], rows=Rows((3,)))
+        case = DELTA_UPDATE["b1"] if op == "delta_update" else long
         states = jnp.ones((2**12 + 1, 32, 128, 128), jnp.float32)
     else:
         case = (

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.causal_conv import cases as causal_conv_cases
+from pallas_kernels.delta_scan import cases as delta_scan_cases
 from pallas_kernels.delta_update import cases as delta_update_cases
 from pallas_kernels.grouped_matmul import cases as grouped_matmul_cases
 from pallas_kernels.latent_attention import cases as latent_attention_cases
@@ -24,6 +25,7 @@ ALL = (
     page_write_cases,
     rotary_write_cases,
     causal_conv_cases,
+    delta_scan_cases,
     delta_update_cases,
     grouped_matmul_cases,
     ssd_scan_cases,

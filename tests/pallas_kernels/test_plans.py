@@ -22,6 +22,7 @@ from pallas_kernels.arguments.latent import LatentArrays, LatentOptions, SparseA
 from pallas_kernels.arguments.ssd import Sizes
 from pallas_kernels.causal_conv import mosaic_block as conv_block
 from pallas_kernels.causal_conv import mosaic_gpu as conv
+from pallas_kernels.delta_scan import mosaic_gpu as delta_scan
 from pallas_kernels.delta_update import mosaic_gpu as delta_update
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.filter_bounds import mosaic_gpu as bounds
@@ -139,6 +140,9 @@ PLANS = {
     "causal_conv": plan_conv,
     "ssd_scan": plan_scan,
     "ssd_update": plan_update,
+    "delta_scan": lambda given: (
+        delta_scan.why_not(given["states"], given["qkv"], chunk_size=given["chunk_size"]),
+    ),
     "delta_update": lambda given: (delta_update.why_not(given["states"], given["qkv"]),),
 }
 

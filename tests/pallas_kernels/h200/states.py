@@ -38,6 +38,16 @@ def ssd_scan(pools, layer, xbc, dt, bounds, lengths, ids, snapshots):
     return [mosaic_gpu.ssd_scan(each, tables, chunk_size=256) for each in layers]
 
 
+def delta_scan(pools, layer, qkv, gates, bounds, lengths, ids, snapshots):
+    from pallas_kernels.arguments.delta import DeltaArrays
+    from pallas_kernels.arguments.states import StateTables
+    from pallas_kernels.delta_scan import mosaic_gpu
+
+    tables = StateTables(bounds, lengths, *ids, *snapshots)
+    layers = [DeltaArrays(*layer, pool, qkv, *gates) for pool in pools]
+    return [mosaic_gpu.delta_scan(each, tables, chunk_size=64) for each in layers]
+
+
 def programs():
     """Returns, by name, a function whose first argument is the donated pools, and its arguments."""
     from functools import partial
@@ -73,10 +83,10 @@ def programs():
         inputs = (array(4096, wide), array(4096, HEADS))
         return ssd_scan, (pools, layer, *inputs, bounds, ints(ROWS), ids, snapshots)
 
-    def delta(stored):
+    def delta(tokens, stored="float32"):
         pools = [array(PAGES, HEADS, 128, 128, dtype=stored)] * LAYERS
-        inputs = (array(64, 2 * 4 * 128 + HEADS * 128), (array(64, HEADS),) * 2)
-        return delta_update, (pools, layer[:2], *inputs, (ints(64), ints(64)))
+        inputs = (array(tokens, 2 * 4 * 128 + HEADS * 128), (array(tokens, HEADS),) * 2)
+        return pools, layer[:2], *inputs
 
     return {
         "causal_conv": conv(4096, True),
@@ -84,8 +94,9 @@ def programs():
         "ssd_update": update(128),
         "ssd_update bfloat16": update(128, "bfloat16"),
         "ssd_update 256": update(256),
-        "delta_update": delta("float32"),
-        "delta_update bfloat16": delta("bfloat16"),
+        "delta_update": (delta_update, (*delta(64), (ints(64), ints(64)))),
+        "delta_update bfloat16": (delta_update, (*delta(64, "bfloat16"), (ints(64), ints(64)))),
+        "delta_scan": (delta_scan, (*delta(4096), bounds, ints(ROWS), ids, snapshots)),
         "ssd_scan": scan(128),
         "ssd_scan 256": scan(256),
     }

@@ -17,7 +17,7 @@ PROGRAMS = {
     },
     "rest": {
         **{"choices": 2, "decode": 5, "grouped": 3, "ragged": 3},
-        **{"skinny": 18, "states": 4, "writes": 3},
+        **{"skinny": 18, "states": 5, "writes": 3},
     },
 }
 
@@ -178,7 +178,7 @@ def test_five_blocks_of_the_delta_update_are_resident(states):
 
 def test_the_scans_fit_their_warpgroups_and_no_products_are_serialised(states):
     """Two consumers and a producer start with 168 registers a thread, one consumer with 240; others have up to 255."""
-    limits = {"ssd_scan": 168, "ssd_scan 256": 240}
+    limits = {"ssd_scan": 168, "ssd_scan 256": 240, "delta_scan": 255}
     if not honours_register_requests():
         limits = dict.fromkeys(limits, 255)
     for name in states.keys() & limits:
@@ -187,11 +187,11 @@ def test_the_scans_fit_their_warpgroups_and_no_products_are_serialised(states):
 
 
 def test_donated_pools_of_states_are_neither_copied_nor_returned_elsewhere(states):
-    """The pools have up to 26 billion elements."""
+    """The pools have up to 51 billion elements. `delta_scan` keeps the inverses and weights of all pieces, 19 MB."""
     for name, report in states.items():
         assert report["alias_bytes"] == report["pool_bytes"], name
         assert report["copies"] == [], name
-        assert report["temp_bytes"] < 1_000_000, name
+        assert report["temp_bytes"] < (22_000_000 if name == "delta_scan" else 1_000_000), name
 
 
 def test_the_kernels_of_states_join_one_command_buffer(states):
@@ -199,7 +199,7 @@ def test_the_kernels_of_states_join_one_command_buffer(states):
         assert report["command_buffers"] == 1, name
         assert report["outside"] == [], name
     # Six layers of two kernels; the tables of packed rows are made once for all of them.
-    for name in states.keys() & {"ssd_scan", "ssd_scan 256"}:
+    for name in states.keys() & {"ssd_scan", "ssd_scan 256", "delta_scan"}:
         assert 12 <= states[name]["captured"] < 2 * 12, name
 
 
