@@ -270,6 +270,9 @@ class ModelRunner:
                 return program(params, cache, *given)
             choices = sampling_arrays(self.layout, cache)
             choices, out = program(params, choices, self._hidden, *given)
+            # Freed before the next step allocates, which then gets its memory at the same addresses: XLA sets every
+            # node of a CUDA graph anew whose addresses have moved.
+            self._hidden = None
             return cache.with_layer(self.model.num_layers, choices), out
 
         try:
