@@ -118,10 +118,13 @@ def interpreted_delta_scan(inputs):
 def test_interpreted_the_delta_scan_equals_the_oracle_without_a_race(races):
     """Rows begin inside a chunk and pass its end, with snapshots and padding; gates are of all sizes."""
     inputs = SMALL_DELTA_SCAN.inputs(3)
-    gates = np.random.default_rng(3).choice([-1e4, -3.0, 0.5, 30.0], (2, 40, 1))
+    gates = np.random.default_rng(3).choice([-1e4, -3.0, 0.5, 1e6], (2, 40, 1))
     inputs["a"][20:60], inputs["b"][20:60] = gates.astype(inputs["a"].dtype)
     inputs["qkv"][7] = 0
-    state_oracle.assert_is_delta(interpreted_delta_scan(inputs), inputs, "bfloat16")
+    inputs["states"][0], inputs["read_states"][0] = 7.0, -1
+    result = interpreted_delta_scan(inputs)
+    inputs["read_states"][0] = len(inputs["states"])
+    state_oracle.assert_is_delta(result, inputs, "bfloat16")
     assert not races()
 
 
@@ -133,6 +136,31 @@ def test_interpreted_equal_keys_that_are_corrected_fully_keep_a_piece_exact(race
     inputs["a"][:], inputs["b"][:] = -30.0, 30.0
     state_oracle.assert_is_delta(interpreted_delta_scan(inputs), inputs, "bfloat16")
     assert not races()
+
+
+@pytest.mark.slow
+def test_interpreted_a_delta_scan_that_is_split_at_a_chunk_has_the_same_bits():
+    """The second part begins elsewhere among the packed tokens."""
+    rows = Rows((64, 33, 5), (0, 0, 3))
+    inputs = replace(SMALL_DELTA_SCAN, rows=rows).inputs(5)
+    inputs["cu_q_lens"] = np.array([0, 97, 97, 102], np.int32)
+    inputs["seq_lens"] = np.array([97, 0, 8], np.int32)
+    out, pool = interpreted_delta_scan(inputs)
+    write = inputs["write_states"]
+    parts = [(np.r_[:64, 97:102], [0, 64, 64, 69], [64, 0, 8], inputs["read_states"])]
+    parts += [(np.r_[97:102, 64:97], [0, 5, 5, 38], [8, 0, 97], write[[2, 1, 0]])]
+    first, second = (
+        inputs
+        | {name: inputs[name][tokens] for name in ("qkv", "a", "b")}
+        | {"cu_q_lens": np.array(bounds, np.int32), "seq_lens": np.array(lengths, np.int32)}
+        | {"read_states": read}
+        for tokens, bounds, lengths, read in parts
+    )
+    begun, states = interpreted_delta_scan(first)
+    second |= {"states": np.asarray(states), "write_states": write[[2, 1, 0]]}
+    rest, split = interpreted_delta_scan(second)
+    np.testing.assert_array_equal(np.concatenate((begun[:64], rest[5:])), out[:97])
+    np.testing.assert_array_equal(split[write[0]], pool[write[0]])
 
 
 @pytest.mark.slow
