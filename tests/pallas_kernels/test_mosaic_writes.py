@@ -64,8 +64,13 @@ def test_pools_of_different_dtypes_and_shapes_share_their_slots(races):
 def test_the_interpreter_would_see_two_tokens_at_one_slot(races):
     inputs = device(PAGES["every-slot"].inputs(3))
     inputs["slots"] = inputs["slots"].at[0].set(inputs["slots"][1])
-    pages_kernel.page_write(**inputs, interpret=True)
-    assert races()
+    try:
+        jax.block_until_ready(pages_kernel.page_write(**inputs, interpret=True))
+        found = races()
+    # From JAX 0.12 on, the interpreter stops at the first race.
+    except RuntimeError as error:
+        found = "RACE DETECTED" in str(error)
+    assert found
 
 
 INTERPRETED = {
