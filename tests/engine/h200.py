@@ -228,8 +228,8 @@ def lowerings():
         "decode": lambda: decode,
         "decode_best": lambda: sequence_runner("mosaic_gpu", layers=DEEP).runner.program(step),
         "generate": lambda: generated(sequence_runner("mosaic_gpu", layers=1), prompt),
-        # Prompts of one token, whose step has the kernels of the steps after it.
-        "generate_short": lambda: generated(sequence_runner("mosaic_gpu", layers=1), step),
+        # The loop alone; `generate` has kernels. Prompts of one token have the step of those after it.
+        "generate_short": lambda: generated(sequence_runner("xla", layers=1), step),
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),

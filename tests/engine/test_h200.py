@@ -32,7 +32,6 @@ ODD, LATE = "one_page", "read_late"
 BAD = ("swapped", LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
 HYBRID = ("hybrid_experts_decode_mosaic_gpu",)
-WINDOWS = ("windows_gemma_decode",)
 # Steps that show of a model or of an option what one of the others shows too.
 MORE_HYBRID = (
     "hybrid_delta_decode_mosaic_gpu",
@@ -54,7 +53,10 @@ LATENT = (
     "latent_sparse_prefill_records_mosaic_gpu",
     "latent_sparse_expanded_records_mosaic_gpu",
 )
-MORE_WINDOWS = ("windows_gpt_oss_decode", "windows_gemma_prefill", "windows_gpt_oss_prefill")
+WINDOWS = (
+    *("windows_gemma_decode", "windows_gpt_oss_decode"),
+    *("windows_gemma_prefill", "windows_gpt_oss_prefill"),
+)
 DIVIDED = "devices_decode_2"
 MORE_DIVIDED = (
     "devices_decode_8",
@@ -71,10 +73,10 @@ SAMPLED_BY = {
     SAMPLES: 2 + 1 + 1 + 2 + 2,
     "devices_decode_filtered_2": 1,
 }
-OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS, *MORE_WINDOWS)
+OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS)
 SLOW_BATCHES = (
     (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, "generate"),
-    (ODD, LATE, INVARIANT, *VERIFY, *MORE_WINDOWS),
+    (ODD, LATE, INVARIANT, *VERIFY, *WINDOWS),
     (*DRAFTS, *KEEPING),
     MORE_HYBRID,
     LATENT,
@@ -86,7 +88,6 @@ SLOW = tuple(name for batch in SLOW_BATCHES for name in batch)
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
     *HYBRID,
-    *WINDOWS,
     DIVIDED,
 ]
 # Our kernels in a program. Per layer of a Llama one that writes, one that attends, and of few rows one for each of

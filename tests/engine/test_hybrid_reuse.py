@@ -33,7 +33,7 @@ def engine_for(**options):
     ("page", "shifts"),
     [
         (32, range(1, 101, 6)),
-        (8, range(2, 101, 7)),
+        pytest.param(8, range(2, 101, 7), marks=pytest.mark.slow),
         pytest.param(32, range(1, 101), marks=pytest.mark.slow),
         pytest.param(8, range(1, 101), marks=pytest.mark.slow),
     ],
@@ -213,7 +213,7 @@ def test_one_step_of_a_chunk_a_fresh_prompt_a_restored_one_and_a_row_that_genera
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("budget", [32, 48, 128])
+@pytest.mark.parametrize("budget", [32, pytest.param(48, marks=pytest.mark.slow), 128])
 def test_chunks_prefixes_and_neighbours_change_nothing(budget):
     # Random arrivals, prompts that share prefixes and cross chunks, and junk in every free page and state.
     engine = engine_for(budget=budget)

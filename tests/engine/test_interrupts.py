@@ -114,10 +114,11 @@ def test_an_interrupted_fork_leaks_nothing_and_loses_nobody():
         assert serve(Interrupt(at, ["engine/parallel_samples"])).raised
 
 
-def test_a_plan_may_be_interrupted_at_any_line():
+@pytest.mark.parametrize("times", [40, pytest.param(120, marks=pytest.mark.slow)])
+def test_a_plan_may_be_interrupted_at_any_line(times):
     lines = serve(Interrupt(10**9, ["engine/scheduler", "engine/parallel_samples"])).seen
     draw = random.Random(3)
-    for at in sorted(draw.sample(range(1, lines + 1), 120)):
+    for at in sorted(draw.sample(range(1, lines + 1), times)):
         assert serve(Interrupt(at, ["engine/scheduler", "engine/parallel_samples"])).raised
 
 
@@ -137,13 +138,14 @@ def answers(interrupt):
     return [(one.token_ids, one.reason) for one in made]
 
 
-def test_a_step_may_be_interrupted_at_any_line_of_the_loop():
+@pytest.mark.parametrize("times", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_step_may_be_interrupted_at_any_line_of_the_loop(times):
     """Requests that were not interrupted have the tokens of a calm run."""
     wanted = answers(Interrupt(10**9, LOOP))  # Compiles, which later runs do not.
     calm = Interrupt(10**9, LOOP)
     assert answers(calm) == wanted
     draw = random.Random(8)
-    for at in sorted(draw.sample(range(1, calm.seen + 1), 20)):
+    for at in sorted(draw.sample(range(1, calm.seen + 1), times)):
         interrupt = Interrupt(at, LOOP)
         assert answers(interrupt) == wanted, f"line {at} of {calm.seen}"
         assert interrupt.raised

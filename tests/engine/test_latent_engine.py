@@ -166,7 +166,7 @@ def arriving(seed, count):
 
 @pytest.mark.parametrize(
     ("latent", "window"),
-    [(LATENT, None), (LATENT, WINDOW), (SPARSE, None)],
+    [(LATENT, None), pytest.param(LATENT, WINDOW, marks=pytest.mark.slow), (SPARSE, None)],
     ids=["dense", "beside-window", "sparse"],
 )
 def test_random_arrivals_have_the_tokens_of_the_oracle_in_a_tight_pool(latent, window):

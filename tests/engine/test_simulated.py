@@ -57,6 +57,12 @@ def simulated(monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
 
 
+def kinds(*quick):
+    """Parametrises a test over kinds of caches, of which all but the quick ones are slow."""
+    marked = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in quick)) for kind in KINDS]
+    return pytest.mark.parametrize("kind", marked)
+
+
 def play_many(kind, seeds, sizes, wishes=simulated_requests.WISHES, setting_of=draw_setting):
     """Plays some programs, and returns how often that happened which they are about."""
     seen = dict.fromkeys(
@@ -85,13 +91,13 @@ def play_many(kind, seeds, sizes, wishes=simulated_requests.WISHES, setting_of=d
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds("full", "windows", "all windows", "hybrid")
 def test_everybody_reads_its_own_text_and_gets_its_own_tokens(kind):
     seen = play_many(kind, range(5), (3, 6))
     assert min(seen["preemptions"], seen["hits"]) > 0, seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds("full", "windows", "hybrid")
 def test_rows_with_a_grammar_get_the_tokens_of_one_by_one_beside_others(kind):
     """Some rows have a mask and take forced tokens; the oracle chooses every token alone."""
     wishes = simulated_requests.WISHES_WITH_GRAMMARS
@@ -117,8 +123,17 @@ def draw_drafts_on_device(draw, kind):
 DRAFTERS = {"host": draw_speculating, "device": draw_drafts_on_device}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", ["full", "windows", "hybrid"])
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [
+        ("full", "host"),
+        ("hybrid", "device"),
+        pytest.param("full", "device", marks=pytest.mark.slow),
+        pytest.param("windows", "host", marks=pytest.mark.slow),
+        pytest.param("windows", "device", marks=pytest.mark.slow),
+        pytest.param("hybrid", "host", marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_change_no_token(kind, drafter):
     """Beside preemptions, prefix hits, aborts, faults and bursts; some drafts are right and some are not."""
     seen = play_many(kind, range(8), (3, 6), setting_of=DRAFTERS[drafter])
@@ -309,7 +324,7 @@ def assert_declared(kind, seeds, wishes=WISHES, **drafting):
     assert served > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds("full", "windows", "hybrid")
 def test_no_program_is_asked_for_that_was_not_declared(kind):
     """Serving needs only what a warm-up declares, for every schedule and every state of the cache."""
     assert_declared(kind, range(4))
@@ -320,7 +335,7 @@ def test_no_program_that_verifies_drafts_is_asked_for_that_was_not_declared(on_d
     assert_declared("windows", range(3), drafts=3, on_device=on_device)
 
 
-@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "hybrid"])
 def test_no_program_of_a_grammar_is_asked_for_that_was_not_declared(kind):
     assert_declared(kind, range(6), (simulated_requests.GRAMMAR,))
 

@@ -55,8 +55,14 @@ def engine_for(rope):
     [
         RopeConfig(rotary_dim=8),
         # The angles of every token depend on how long its prompt is, so this one is not cut.
-        RopeConfig(rotary_dim=8, kind="dynamic", factor=4.0, original_max_positions=16),
-        RopeConfig(rotary_dim=8, kind="yarn", factor=4.0, original_max_positions=16),
+        pytest.param(
+            RopeConfig(rotary_dim=8, kind="dynamic", factor=4.0, original_max_positions=16),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            RopeConfig(rotary_dim=8, kind="yarn", factor=4.0, original_max_positions=16),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda rope: rope.kind,
 )

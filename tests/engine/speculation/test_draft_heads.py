@@ -199,6 +199,7 @@ def right_with(knowing, method):
         return share(llm)
 
 
+@pytest.mark.slow
 def test_hidden_states_of_other_positions_make_wrong_drafts(knowing, monkeypatch):
     at = KeptHidden.at
     monkeypatch.setattr(

@@ -93,7 +93,7 @@ def test_drafts_that_paid_once_pause_when_steps_without_them_have_become_faster(
     assert serving.pace.is_paused
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("drafted", "right"), [(1.02, 0), (1.15, 0), (1.9, 0), (2.1, 1), (3.5, 2), (7.0, 0)]
 )

@@ -77,7 +77,9 @@ def served_bits(
     return sum(stats.accepted), sum(one.cached for one in served)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "on_device", [pytest.param(False, marks=pytest.mark.slow), True], ids=["host", "device"]
+)
 def test_tokens_and_log_probabilities_are_the_bits_without_drafts(on_device):
     way = {"rows": 4, "tokens": 16, "pages": 9}
     accepted, cached = served_bits("dense", SAMPLINGS[:1], 0.7, on_device=on_device, **way)
