@@ -1,13 +1,15 @@
-"""Products of weights in 8 and 4 bits with few rows of x, in which each of four warps multiplies columns of its own.
+"""Products of weights in 8 and 4 bits with few rows of x, in which each of four warps multiplies rows of its own.
 
 A warp widens codes in registers and multiplies with `mma.sync`. Unlike wgmma it needs neither fence nor wait, so loads,
-conversions and products of one warp overlap. Both operands are in registers, and any columns may make up a product's
-contraction if they are the same on both sides. So a thread loads 16 adjacent columns of each of its rows. A word of
-codes becomes pairs without moving bytes between its halves: codes i and i + half of them are a pair, in x too.
+conversions and products of one warp overlap, and each 16 rows of the weight are multiplied with the rows of x of their
+fold alone. Both operands are in registers, and any columns may make up a product's contraction if they are the same on
+both sides. So a thread loads 16 adjacent columns of each of its rows. A word of codes becomes pairs without moving
+bytes between its halves: codes i and i + half of them are a pair, in x too.
 
 Tiles lie in shared memory as (rows / 8, bytes / 128, 8, 128) with the usual XOR swizzle of 16-byte pieces.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -35,7 +37,7 @@ from pallas_kernels.mosaic.dialects import (
     utils,
     vector,
 )
-from pallas_kernels.mosaic.few_bits import KINDS, power_of_two
+from pallas_kernels.mosaic.few_bits import KINDS
 from pallas_kernels.mosaic.few_bits_turn import Packing
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.products import in_layout
@@ -62,24 +64,23 @@ def add_warp_products(
     factors: list[list[Array]],
     packing: Packing,
     *,
+    folds: int,
     interpret: bool,
 ) -> list[Array]:
     """Returns the sums and the scaled products of one turn.
 
-    Warp w multiplies rows [height * w, height * (w + 1)) of the codes with rows [rows * w, rows * (w + 1)) of x. Row
-    `16 * w + r` of array t of the sums is that of the codes' row `height * w + 16 * t + r`.
-
     Args:
-        sums: float32 [64, rows], one array per 16 rows of the weight of a warp.
-        codes: [64 * len(sums), bytes] in shared memory, swizzled by 128 bytes.
-        x: bfloat16 or float16 [4 * rows, chunk] in shared memory, likewise.
-        factors: for each array of the sums what `load_factors` returns.
+        sums: float32 [64, rows], one array per 64 rows of the weight.
+        codes: [64 * len(sums), bytes] in shared memory, swizzled by 128 bytes; a fold has a multiple of 16 rows.
+        x: bfloat16 or float16 [folds * rows, chunk] in shared memory, likewise.
+        factors: of each 64 rows of the weight, as `load_factors` returns them.
         packing: form of the weight.
+        folds: equal parts of the codes' rows; each is multiplied with the rows of x in the same place.
         interpret: whether the interpreter runs this.
     """
     width, chunk = sums[0].shape[1], x.shape[1]
     if interpret:
-        multiply = partial(_interpreted, codes, x, packing=packing, tiles=len(sums))
+        multiply = partial(_interpreted, codes, x, packing=packing, folds=folds)
         return [total + multiply(factors[tile], tile) for tile, total in enumerate(sums)]
     result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, width), jnp.float32, layout=WGMMA)
     types = (
@@ -96,9 +97,7 @@ def add_warp_products(
     def run(_: Value, codes_ref: Value, x_ref: Value, *arrays: Value) -> tuple[Value, ...]:
         totals = [_numbers(array) for array in arrays[: len(sums)]]
         given = [_words(array) for array in arrays[len(sums) :]]
-        product = _Product(
-            codes_ref, x_ref, codes.shape[1], x.dtype, width, chunk, packing, len(sums)
-        )
+        product = _Product(codes_ref, x_ref, codes.shape, x.dtype, width, chunk, packing, folds)
         own = [given[tile * count : (tile + 1) * count] for tile in range(len(sums))]
         return tuple(in_layout(found, width) for found in product.added(totals, own))
 
@@ -108,7 +107,7 @@ def add_warp_products(
 def load_factors(
     arrays: dict[str, Ref],
     rows: Array,
-    groups: Array,
+    first: Array,
     chunk: int,
     packing: Packing,
     *,
@@ -119,17 +118,16 @@ def load_factors(
     Args:
         arrays: "scales" and "zeros" [rows, groups] in global memory.
         rows: int32 [64], rows of these arrays, in the layout `PER_ROW`; not checked.
-        groups: int32 [64], the first group of each row's turn, likewise.
-        chunk: columns of a turn.
+        first: int32 [64], the first column of each row's turn, likewise; past the end the last groups are loaded.
+        chunk: columns of a turn, which `fits` accepts.
         packing: form of the weight.
         interpret: whether the interpreter runs this.
 
     Returns:
         int32 words [64] of the scales' bits, then of the zero points'; under the interpreter their values [64, groups].
     """
-    count = max(1, chunk // packing.group)
-    # Past the end, for a turn that never runs, the last groups are loaded.
-    groups = jnp.minimum(groups, packing.groups - count)
+    count = _groups(packing, chunk)
+    groups = jnp.minimum(lax.div(first, jnp.int32(packing.group)), packing.groups - count)
     found = []
     for name in packing.names:
         ref = arrays[name]
@@ -139,6 +137,13 @@ def load_factors(
         else:
             found += _load_words(ref, rows, groups, count, packing.groups)
     return found
+
+
+def fits(packing: Packing, chunk: int) -> bool:
+    """Returns whether turns of `chunk` columns have 128 bytes of codes or more, and whole groups or parts of one."""
+    is_whole = packing.groups == 1 or max(chunk, packing.group) % min(chunk, packing.group) == 0
+    # Adjacent scales are loaded as words, so their number is a power of two too.
+    return is_whole and chunk & (chunk - 1) == 0 and chunk * packing.bits // 8 % _SWIZZLE == 0
 
 
 def word_conversion(code: str, dtype: DTypeLike) -> str:
@@ -156,10 +161,16 @@ def word_conversion(code: str, dtype: DTypeLike) -> str:
     count = pairs_of_word(code)
     word, base = f"${count}", f"${count + 1}"
     two = f"{kind.name}x2"
-    lines = [".reg .b32 m, s, f;"]
+    lines = [".reg .b32 m, s, f, w;"]
     shift, mask, factor = kind.e2m1 if code == "float4_e2m1fn" else kind.e4m3
+    # Whether a code of 4 bits times 2**shift + 2**12 is its bits twice, those of the magnitude and of the sign.
+    is_doubled = code == "float4_e2m1fn" and shift + bits <= 12
     if CODES[code].is_float:
         lines.append(f"mov.b32 f, {factor:#x};")
+    if code == "float8_e4m3fn":
+        lines.append(f"and.b32 w, {word}, 0x80808080;")
+    if is_doubled:
+        lines.append(f"shr.b32 w, {word}, 8;")
     for place in range(count):
         down = bits * place
         if code == "int4":
@@ -175,15 +186,43 @@ def word_conversion(code: str, dtype: DTypeLike) -> str:
                 f"lop3.b32 m, m, 0x007f007f, {kind.magic:#x}, 0xea;",
                 f"sub.rn.{two} ${place}, m, s;",
             ]
+        elif code == "float8_e4m3fn":
+            # 0xe2 takes m where the mask is set, else s: signs, of which the other pair's are inside the mask.
+            lines += [
+                _shifted("m", word, shift - down),
+                _shifted("s", "w", bits - down),
+                f"lop3.b32 m, m, {mask:#x}, s, 0xe2;",
+                f"mul.rn.{two} ${place}, m, f;",
+            ]
+        elif is_doubled:
+            inside = down % 8
+            lines += [
+                f"and.b32 m, {word if down < 8 else 'w'}, {0x000F000F << inside:#x};",
+                f"mul.lo.u32 m, m, {(1 << 12 - inside) + (1 << shift - inside):#x};",
+                f"and.b32 m, m, {mask | 0x80008000:#x};",
+                f"mul.rn.{two} ${place}, m, f;",
+            ]
         else:
             lines += [
                 _shifted("m", word, shift - down),
                 f"and.b32 m, m, {mask:#x};",
-                _shifted("s", word, 16 - bits - down),
+                _shifted("s", word, 12 - down),
                 "lop3.b32 m, s, 0x80008000, m, 0xea;",
                 f"mul.rn.{two} ${place}, m, f;",
             ]
     return "{ " + " ".join(lines) + " }"
+
+
+def power_conversion(half: int) -> str:
+    """Returns the PTX that turns half of a word of e8m0 codes, $2, into the float32 numbers $0 and $1.
+
+    They are as of `power_of_two`: by way of two bfloat16 numbers, of which the least is subnormal, and times 0 infinity
+    becomes NaN.
+    """
+    return f"""{{ .reg .b32 t, c, z;
+        prmt.b32 t, $2, 0, {0x4342 if half else 0x4140:#x}; shl.b32 t, t, 7;
+        mov.b32 c, 0x00400040; max.u16x2 t, t, c;
+        mov.b32 z, 0; fma.rn.bf16x2 t, t, z, t; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }}"""
 
 
 def pairs_of_word(code: str) -> int:
@@ -198,14 +237,15 @@ class _Product:
         self,
         codes: Value,
         x: Value,
-        octets: int,
+        shape: tuple[int, int],
         dtype: DTypeLike,
         width: int,
         chunk: int,
         packing: Packing,
-        tiles: int,
+        folds: int,
     ) -> None:
-        self.octets, self.width, self.chunk, self.packing = octets, width, chunk, packing
+        height, self.octets = shape
+        self.width, self.chunk, self.packing, self.folds = width, chunk, packing, folds
         self.kind = KINDS[jnp.dtype(dtype).name]
         self.text = word_conversion(packing.code, dtype)
         self.span = packing.span(chunk)
@@ -215,9 +255,13 @@ class _Product:
         warp = divide(divide(utils.thread_idx(), 32)[0], WARPS)[1]
         group, member = divide(divide(utils.thread_idx(), 32)[1], _MEMBERS)
         self.codes, self.x = utils.memref_ptr(codes), utils.memref_ptr(x)
-        self.codes_row = add(times(warp, tiles * HEIGHT * octets), times(group, _SWIZZLE))
+        row = times(group, _SWIZZLE)
+        self.codes_row = add(times(warp, HEIGHT * self.octets), row)
         self.codes_own = times(member, self.own_bytes)
-        self.x_row = add(times(warp, width * chunk * 2), times(group, _SWIZZLE))
+        # Of each 64 rows of the weight, those of their fold.
+        of_fold = height // HEIGHT // folds
+        each = [divide(add(warp, first), of_fold)[0] for first in range(0, height // HEIGHT, WARPS)]
+        self.x_rows = [add(times(fold, width * chunk * 2), row) for fold in each]
         self.mask = times(group, _PIECE)
         self.x_own = times(member, 2 * self.own)
 
@@ -227,16 +271,16 @@ class _Product:
         """Returns the accumulators with the scaled products added.
 
         Args:
-            totals: for each 16 rows of the weight the accumulators of all rows of x.
-            factors: for each 16 rows of the weight its words, for both halves of a thread's rows.
+            totals: for each 64 rows of the weight the accumulators of all rows of x.
+            factors: for each 64 rows of the weight its words, for both halves of a thread's rows.
         """
         totals = [list(found) for found in totals]
         unit = self.own * _MEMBERS
+        each, rights = [self.factors(words) for words in factors], []
         for first in range(0, self.chunk, self.span):
-            rights = [self.right(first + at) for at in range(0, self.span, unit)]
-            for tile, words in enumerate(factors):
-                place = first // self.packing.group if self.packing.groups > 1 else 0
-                scales, bases = self.factors(words, place)
+            for tile, (scales, bases) in enumerate(map(next, each)):
+                if tile == 0 or self.folds > 1:
+                    rights = [self.right(tile, first + at) for at in range(0, self.span, unit)]
                 sums: list[list[Value]] = [[] for _ in range(self.width // ROW_TILE)]
                 for number, at in enumerate(range(0, self.span, unit)):
                     left = self.left(tile, first + at, bases)
@@ -264,7 +308,7 @@ class _Product:
         """Loads the words of codes of one row of a thread."""
         swizzled_tile, inside = divmod(start, _SWIZZLE)
         turned = arith.xori(add(self.codes_own, inside), self.mask)
-        fixed = (HEIGHT * tile + ROW_TILE * half) * self.octets
+        fixed = (WGMMA_ROWS * tile + ROW_TILE * half) * self.octets
         fixed += swizzled_tile * ROW_TILE * _SWIZZLE
         return _load(self.codes, add(add(self.codes_row, turned), fixed), self.own_bytes)
 
@@ -277,8 +321,8 @@ class _Product:
         found = llvm.inline_asm(struct, given, self.text, kinds)
         return [llvm.extractvalue(i32(), found, [place]) for place in range(count)]
 
-    def right(self, first: int) -> list[list[Value]]:
-        """Loads x in a unit: for each eight rows the registers, paired as the codes are."""
+    def right(self, tile: int, first: int) -> list[list[Value]]:
+        """Loads x of a tile's fold in a unit: for each eight rows the registers, paired as the codes are."""
         swizzled_tile, inside = divmod(2 * first, _SWIZZLE)
         found = []
         for block in range(self.width // ROW_TILE):
@@ -286,7 +330,7 @@ class _Product:
             words = []
             for piece in range(0, 2 * self.own, _PIECE):
                 turned = arith.xori(add(self.x_own, inside + piece), self.mask)
-                words += _load(self.x, add(add(self.x_row, turned), fixed), _PIECE)
+                words += _load(self.x, add(add(self.x_rows[tile], turned), fixed), _PIECE)
             found.append(self.paired(words))
         return found
 
@@ -317,40 +361,48 @@ class _Product:
             sums = [llvm.extractvalue(f32, found, [place]) for place in range(4)]
         return sums
 
-    def factors(self, words: list[list[Value]], place: int) -> tuple[list[Value], list[Value]]:
-        """Returns the scales of a thread's two rows, and what is subtracted from their int4 codes in magic numbers."""
-        size = jnp.dtype(self.packing.scales).itemsize
-        count = -(-size * self._groups() // 4)
-        scales = [
-            _scale(_part(words[:count], half, place, size), self.packing.scales) for half in (0, 1)
-        ]
-        if self.packing.code != "int4":
-            return scales, [None, None]
-        if not self.packing.has_zeros:
-            return scales, [constant(self.kind.magic | 0x00080008)] * 2
-        zeros = [_part(words[count:], half, place, 1) for half in (0, 1)]
-        return scales, [
-            arith.ori(times(zero, 0x00010001), constant(self.kind.magic)) for zero in zeros
-        ]
+    def factors(self, words: list[list[Value]]) -> Iterator[tuple[list[Value], list[Value]]]:
+        """Yields for each span the scales of a thread's two rows, and what is subtracted from their int4 codes."""
+        size, groups = jnp.dtype(self.packing.scales).itemsize, _groups(self.packing, self.chunk)
+        count = -(-size * groups // 4)
+        scales: list[list[Value]] = []
+        for place in range(groups):
+            if place * size % 4 == 0:
+                scales = [
+                    _scales(words[place * size // 4][half], self.packing.scales) for half in (0, 1)
+                ]
+            bases = self.bases(words[count:], place)
+            for _ in range(self.chunk // groups // self.span):
+                yield [found[place % len(found)] for found in scales], bases
 
-    def _groups(self) -> int:
-        return max(1, self.chunk // self.packing.group)
+    def bases(self, words: list[list[Value]], place: int) -> list[Value]:
+        """Returns the zero points of int4 codes in a group as magic numbers, for both halves of a thread's rows."""
+        if self.packing.code != "int4":
+            return [None, None]
+        if not self.packing.has_zeros:
+            return [constant(self.kind.magic | 0x00080008)] * 2
+        zeros = [_part(words[place // 4][half], place % 4, 1) for half in (0, 1)]
+        return [arith.ori(times(zero, 0x00010001), constant(self.kind.magic)) for zero in zeros]
+
+
+def _groups(packing: Packing, chunk: int) -> int:
+    """Returns the groups of a row in a turn."""
+    return max(1, chunk // packing.group)
 
 
 def _interpreted(
-    codes: Ref, x: Ref, factors: list[Array], tile: int, *, packing: Packing, tiles: int
+    codes: Ref, x: Ref, factors: list[Array], tile: int, *, packing: Packing, folds: int
 ) -> Array:
-    chunk = x.shape[1]
-    ones = jnp.ones((codes.shape[0], 1), jnp.float32)
-    numbers = FewBits(codes[...], ones, None, None, packing.code).numbers()
-    numbers = numbers.reshape(WARPS, tiles, HEIGHT, chunk)[:, tile].reshape(WGMMA_ROWS, chunk)
+    (height, _), chunk = codes.shape, x.shape[1]
+    own = slice(tile * WGMMA_ROWS, (tile + 1) * WGMMA_ROWS)
+    ones = jnp.ones((height, 1), jnp.float32)
+    numbers = FewBits(codes[...], ones, None, None, packing.code).numbers()[own]
     scales, *zeros = (jnp.repeat(found, chunk // found.shape[1], axis=1) for found in factors)
     if zeros:
         numbers += 8 - zeros[0]
-    wide = x[...].astype(jnp.float32).reshape(WARPS, -1, chunk)
-    multiply = partial(jnp.einsum, "wrk,wnk->wrn", precision=lax.Precision.HIGHEST)
-    total = multiply((numbers * scales).reshape(WARPS, HEIGHT, chunk), wide)
-    return total.reshape(WGMMA_ROWS, -1)
+    wide = x[...].astype(jnp.float32).reshape(folds, -1, chunk)
+    of_row = wide[jnp.arange(height)[own] // (height // folds)]
+    return jnp.einsum("rk,rnk->rn", numbers * scales, of_row, precision=lax.Precision.HIGHEST)
 
 
 def _load_words(ref: Ref, rows: Array, groups: Array, count: int, stride: int) -> list[Array]:
@@ -390,26 +442,32 @@ def _load(start: Value, offset: Value, size: int) -> list[Value]:
     return found
 
 
-def _part(words: list[list[Value]], half: int, place: int, size: int) -> Value:
-    """Returns element `place` of `size` bytes of the words of one row, in the lowest bits of a word."""
-    word, inside = divmod(place * size, 4)
-    found = words[word][half]
+def _part(word: Value, place: int, size: int) -> Value:
+    """Returns element `place` of `size` bytes of a word, in the lowest bits of a word."""
     if size == 4:
-        return found
-    if inside:
-        found = arith.shrui(found, constant(8 * inside))
-    return found if inside + size == 4 else arith.andi(found, constant((1 << 8 * size) - 1))
+        return word
+    found = arith.shrui(word, constant(8 * place * size)) if place else word
+    return found if (place + 1) * size == 4 else arith.andi(found, constant((1 << 8 * size) - 1))
 
 
-def _scale(bits: Value, dtype: str) -> Value:
-    """Returns the float32 number of a scale's bits."""
+def _scales(word: Value, dtype: str) -> list[Value]:
+    """Returns the float32 numbers of a word's scales."""
     f32 = ir.F32Type.get()
     if dtype == "float8_e8m0fnu":
-        return power_of_two(bits)
+        struct = llvm.StructType.get_literal([i32()] * 2)
+        pairs = [
+            llvm.inline_asm(struct, [word], power_conversion(half), "=r,=r,r") for half in (0, 1)
+        ]
+        bits = [llvm.extractvalue(i32(), pair, [place]) for pair in pairs for place in (0, 1)]
+        return [arith.bitcast(f32, number) for number in bits]
+    size = jnp.dtype(dtype).itemsize
+    parts = [_part(word, place, size) for place in range(4 // size)]
     if dtype == "float16":
-        half = arith.trunci(ir.IntegerType.get_signless(16), bits)
-        return arith.extf(f32, arith.bitcast(ir.F16Type.get(), half))
-    return arith.bitcast(f32, arith.shli(bits, constant(16)) if dtype == "bfloat16" else bits)
+        halves = [arith.trunci(ir.IntegerType.get_signless(16), part) for part in parts]
+        return [arith.extf(f32, arith.bitcast(ir.F16Type.get(), half)) for half in halves]
+    if dtype == "bfloat16":
+        parts = [arith.shli(part, constant(16)) for part in parts]
+    return [arith.bitcast(f32, part) for part in parts]
 
 
 def _multiply_add(number: Value, factor: Value, other: Value) -> Value:

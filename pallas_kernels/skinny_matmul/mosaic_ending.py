@@ -14,11 +14,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic.activations import activated
-from pallas_kernels.mosaic.few_bits_by_warp import HEIGHT
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref, Slice
 from pallas_kernels.mosaic.rows import Piece, broadcast, load, row_pieces, store_per_row
-from pallas_kernels.mosaic.warps import WARPS
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 
@@ -119,8 +117,7 @@ class End:
             count: number of these rows.
         """
         g, s, refs = self.geometry, self.schedule, self.refs
-        # Of warps that are apart, 16 adjacent rows of the sums belong to adjacent columns.
-        width = min(s.columns, _WARP if s.apart == 1 else HEIGHT)
+        width = min(s.columns, _WARP)
         for piece in row_pieces(count, width, 1):
             rows = pl.ds(first + piece.start, piece.size)
             starts = range(0, s.columns, width)
@@ -153,11 +150,9 @@ class End:
         g, s = self.geometry, self.schedule
         found = []
         for fold in range(s.folds):
-            of_fold = pl.ds(fold * s.window(g) + piece.start, piece.size)
+            rows_before = 0 if s.by_warp else fold * s.window(g)
+            of_fold = pl.ds(rows_before + piece.start, piece.size)
             columns = pl.ds((fold * g.parts + part) * s.columns + start, width)
-            if s.apart > 1:
-                of_fold = pl.ds(piece.start, piece.size)
-                columns = pl.ds((part * s.columns + start) * WARPS + fold * HEIGHT, width)
             tile = self.refs["sums"].at[columns, of_fold].transpose((1, 0))
             found.append(load(tile, piece.layout))
         total = sum(found[1:], found[0])

@@ -1,14 +1,20 @@
 """The `skinny_matmul` kernel's loop over weights in 8 and 4 bits, which it widens in registers.
 
-Scales of the next turn are loaded at the end of a turn.
+wgmma multiplies them, or each warp with `mma.sync` (`Schedule.by_warp`). Scales of the next turn are loaded at the end
+of a turn, and a scale for a whole row before the first one.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.device import WGMMA_ROWS
-from pallas_kernels.mosaic.few_bits_turn import Factors, add_products, turn_factors
+from pallas_kernels.mosaic.few_bits_by_warp import add_warp_products, load_factors
+from pallas_kernels.mosaic.few_bits_turn import add_products, turn_factors
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA
 from pallas_kernels.skinny_matmul.mosaic_block import Block
 
@@ -20,30 +26,35 @@ def multiply_few_bits(block: Block, tile: Array, *, interpret: bool) -> list[Arr
     """Returns the sums of a tile, rows of the weight x rows of x, one array per 64 rows of the weight."""
     s, g, refs, packing = block.schedule, block.geometry, block.refs, block.geometry.packing
     assert packing is not None
-    width, chunk = s.width(g), s.chunk(g)
+    width, chunk = g.padded_rows if s.by_warp else s.width(g), s.chunk(g)
     count = s.height(g) // WGMMA_ROWS
     places = [_places(block, tile, index) for index in range(count)]
     arrays = {name: refs[name] for name in packing.names}
+    load_of_turn: Callable[..., list[Any]] = load_factors if s.by_warp else turn_factors
+    add: Callable[..., list[Array]] = (
+        partial(add_warp_products, folds=s.folds)
+        if s.by_warp
+        else partial(add_products, ahead=int(width <= _FEW))
+    )
 
-    def factors_of(turn: Array) -> list[list[Factors]]:
+    def factors_of(turn: Array) -> list[list[Any]]:
         begin = (block.share * block.turns + turn) * s.folds
         return [
-            turn_factors(arrays, rows, (begin + fold) * chunk, chunk, packing, interpret=interpret)
+            load_of_turn(arrays, rows, (begin + fold) * chunk, chunk, packing, interpret=interpret)
             for rows, fold in places
         ]
 
     def process_turn(
-        turn: Array, carry: tuple[list[Array], list[list[Factors]]]
-    ) -> tuple[list[Array], list[list[Factors]]]:
+        turn: Array, carry: tuple[list[Array], list[list[Any]]]
+    ) -> tuple[list[Array], list[list[Any]]]:
         sums, factors = carry
         step = tile * block.turns + turn
         slot = block.arrive(step)
         codes, x = refs["weights"].at[block.stage(slot)], refs["inputs"].at[slot]
-        ahead = int(width <= _FEW)
-        sums = add_products(sums, codes, x, factors, packing, ahead=ahead, interpret=interpret)
+        sums = add(sums, codes, x, factors, packing, interpret=interpret)
         block.refill(step)
         # Behind the fence of `refill`, which waits for all loads before it.
-        return sums, factors_of(turn + 1)
+        return sums, factors if packing.groups == 1 else factors_of(turn + 1)
 
     zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), WGMMA)
     carry = [zeros] * count, factors_of(jnp.int32(0))

@@ -1,8 +1,9 @@
 """Launch of the `skinny_matmul` kernel on Hopper: grid, clusters, outputs, shared memory and mbarriers.
 
 The weight is the left operand of wgmma and fills its 64 rows for any number of rows of x. The rows of x are the
-right operand, whose width is any multiple of 8. One warpgroup does everything: between two iterations it only starts
-the TMA copies of a later chunk, so the memory is never idle.
+right operand, whose width is any multiple of 8. A weight in few bits has its own products (mosaic_few_bits.py). One
+warpgroup does everything: between two iterations it only starts the TMA copies of a later chunk, so the memory is never
+idle.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.skinny_matmul.mosaic_block import Block
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_few_bits import multiply_few_bits
-from pallas_kernels.skinny_matmul.mosaic_few_bits_by_warp import multiply_few_bits_by_warp
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import shared
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
@@ -119,5 +119,4 @@ class Kernel:
         if packing is None:
             block.run(multiply_wide)
             return
-        multiply = multiply_few_bits if self.schedule.apart == 1 else multiply_few_bits_by_warp
-        block.run(partial(multiply, interpret=interpret))
+        block.run(partial(multiply_few_bits, interpret=interpret))

@@ -20,8 +20,7 @@ from pallas_kernels.device import (
     WGMMA_ROWS,
 )
 from pallas_kernels.fixed_order import is_fixed
-from pallas_kernels.mosaic.few_bits_by_warp import HEIGHT
-from pallas_kernels.mosaic.warps import WARPS
+from pallas_kernels.mosaic.few_bits_by_warp import HEIGHT, fits
 from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS, Geometry
 from pallas_kernels.tuning import choose
 
@@ -47,7 +46,8 @@ _SOME_ROWS = 32
 _LONG = 8192
 # Number of folds at which eight rows of x have half as many bytes as the weight.
 _CHEAP_FOLDS = 4
-# Wanted number of blocks: for up to 8 rows of a large weight, otherwise for few rows, and for many rows.
+# Wanted number of blocks: for up to 8 rows of a large weight and for few rows of one in few bits, otherwise for few
+# rows, and for many rows.
 _ENOUGH_BLOCKS = (200, 128, 96)
 # In the fixed order, where 64 rows have the tiles of one: narrower tiles read more of x than more blocks gain.
 _ENOUGH_BLOCKS_IN_ORDER = 80
@@ -74,8 +74,8 @@ class Schedule:
         blocks: most blocks per split; with fewer blocks than tiles each processes several.
         cluster: blocks that divide a tile's contraction and add up their sums in distributed shared memory.
         passes: number of groups of rows whose sums go through shared memory one after the other.
-        apart: warps that multiply folds of their own, 4 for four folds of a weight in few bits; 1 if all four multiply
-            every fold together.
+        by_warp: whether each warp multiplies 16 rows of a weight in few bits with the rows of x of their fold
+            (`mma.sync`), instead of a warpgroup all folds with all rows of x (wgmma).
     """
 
     columns: int
@@ -86,7 +86,7 @@ class Schedule:
     blocks: int
     cluster: int = 1
     passes: int = 1
-    apart: int = 1
+    by_warp: bool = False
 
     @classmethod
     def of(cls, geometry: Geometry) -> "Schedule":
@@ -141,7 +141,9 @@ class Schedule:
     @classmethod
     def _filled(cls, geometry: Geometry, cut: "_Cut") -> "Schedule":
         """Returns the schedule of a cut with as many stages as shared memory holds."""
-        empty = cls(cut.columns, cut.folds, 1, 0, cut.splits, 1, cut.cluster, cut.passes, cut.apart)
+        empty = cls(
+            cut.columns, cut.folds, 1, 0, cut.splits, 1, cut.cluster, cut.passes, cut.by_warp
+        )
         tiles = empty.tiles(geometry)
         resident = ceil(tiles * empty.shares / NUM_MULTIPROCESSORS)
         blocks = tiles
@@ -167,20 +169,23 @@ class Schedule:
         """Returns a schedule without stages whose chunks have the most pieces with which there are enough stages.
 
         64 rows or more of the weight have chunks of up to two pieces, fewer rows as many as give a turn 64 rows' bytes.
+        By warp a turn has the bytes of 128 rows of one piece, which two stages are enough for.
         """
-        height = self.height(geometry)
+        height, least = self.height(geometry), _LEAST_STAGES
         most = max(2, WGMMA_ROWS // height) if self.folds == 1 else 1
+        if self.by_warp:
+            most, least = max(1, 2 * WGMMA_ROWS // height), 2
         depth = gcd(most, geometry.inner // (geometry.piece * self.folds * self.shares))
         while True:
             found = replace(self, depth=depth)
-            enough = _LEAST_STAGES * found.slot_bytes(geometry)
+            enough = least * found.slot_bytes(geometry)
             if depth <= 1 or _room(geometry, found, resident) >= enough:
                 return found
             depth //= 2
 
     def refusal(self, geometry: Geometry) -> str | None:
         """Returns why the kernel cannot run under this schedule, or `None` if it can."""
-        if min(astuple(self)) < 1:
+        if min(astuple(replace(self, by_warp=True))) < 1:
             return f"all fields of a schedule must be at least 1, got {self}"
         height, width = self.product_rows(geometry), self.width(geometry)
         if self.columns % ROW_TILE or self.columns & (self.columns - 1):
@@ -194,8 +199,10 @@ class Schedule:
                 f"got {self.height(geometry)}"
             )
         widest, most = _MOST_WIDTH, _MOST_SUMS
-        if geometry.packing is not None and self.apart == 1:
+        if geometry.packing is not None:
             widest, most = _MOST_WIDTH_OF_FEW_BITS, _MOST_SUMS_OF_FEW_BITS
+        if self.by_warp:
+            width = geometry.padded_rows
         if width > widest or height * width > most:
             return f"{height} x {width} sums do not fit in a warpgroup's registers"
         chunk = self.chunk(geometry)
@@ -206,7 +213,7 @@ class Schedule:
             return f"a stage is refilled while the next one is read, so {turns} turns need two slots, got one"
         if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
             return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
-        return self._refusal_of_windows(geometry) or self._refusal_of_warps(geometry)
+        return self._refusal_of_windows(geometry) or self._refusal_by_warp(geometry)
 
     def _refusal_of_windows(self, geometry: Geometry) -> str | None:
         """Returns why the schedule's clusters or passes are not supported, or `None` if they are."""
@@ -224,20 +231,18 @@ class Schedule:
             return f"a cluster needs one tile per block and more than {ROW_TILE} rows, got {self}"
         return None
 
-    def _refusal_of_warps(self, geometry: Geometry) -> str | None:
-        """Returns why warps cannot multiply folds of their own as the schedule asks, or `None` if they can."""
-        if self.apart == 1:
+    def _refusal_by_warp(self, geometry: Geometry) -> str | None:
+        """Returns why each warp cannot multiply on its own as the schedule asks, or `None` if it can."""
+        if not self.by_warp:
             return None
-        if geometry.packing is None:
-            return (
-                f"only with a weight in few bits do warps multiply folds of their own, got {self}"
-            )
-        if self.apart != WARPS or self.folds != WARPS:
-            return f"each of {WARPS} warps needs one fold of its own, got {self}"
-        if self.columns < HEIGHT:
-            return f"a warp multiplies at least {HEIGHT} columns, got {self.columns}"
-        sums = self.height(geometry) * geometry.padded_rows
-        return None if sums <= _MOST_SUMS_OF_FEW_BITS else f"{sums} sums do not fit in registers"
+        packing, chunk = geometry.packing, self.chunk(geometry)
+        if packing is None:
+            return f"only a weight in few bits is multiplied by warp, got {self}"
+        if geometry.parts * self.columns % HEIGHT:
+            return f"a warp multiplies {HEIGHT} rows of one fold, got {self}"
+        if not fits(packing, chunk):
+            return f"by warp a turn of {chunk} columns does not fit groups of {packing.group}"
+        return None
 
     @property
     def shares(self) -> int:
@@ -250,8 +255,8 @@ class Schedule:
         return ROW_TILE * ceil(groups / max(self.cluster, self.passes))
 
     def sums_width(self, geometry: Geometry) -> int:
-        """Returns the columns of the sums in shared memory: all folds multiply all rows of x, unless they are apart."""
-        return self.folds // self.apart * self.window(geometry)
+        """Returns the columns of the sums in shared memory: wgmma multiplies all folds with all rows of x."""
+        return (1 if self.by_warp else self.folds) * self.window(geometry)
 
     def height(self, geometry: Geometry) -> int:
         """Returns the rows of the weight in a stage."""
@@ -326,16 +331,7 @@ class _Cut(NamedTuple):
     splits: int = 1
     cluster: int = 1
     passes: int = 1
-    apart: int = 1
-
-
-def _cuts_apart(geometry: Geometry) -> list[_Cut]:
-    """Returns the cuts whose folds different warps multiply, best first: few rows times a weight in few bits."""
-    if geometry.packing is None or geometry.rows > _FEW_ROWS:
-        return []
-    widths = [width for width in (64, 32, 16) if width <= geometry.out]
-    enough = [width for width in widths if ceil(geometry.out / width) >= _ENOUGH_BLOCKS[0]]
-    return [_Cut(width, WARPS, apart=WARPS) for width in (*enough, *reversed(widths))]
+    by_warp: bool = False
 
 
 def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
@@ -355,16 +351,27 @@ def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
 def _cuts(geometry: Geometry) -> list[_Cut]:
     """Returns the general cuts, best first."""
     few = geometry.rows <= _FEW_ROWS
+    by_warp = few and geometry.packing is not None
     widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
     stacked = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
+    if by_warp:
+        # All but the narrowest.
+        stacked = [cut._replace(by_warp=cut.columns * geometry.parts >= HEIGHT) for cut in stacked]
     paired = [_Cut(WGMMA_ROWS, cluster=MAX_CLUSTER)] if geometry.packing is not None else []
     split = [stacked[0]._replace(splits=count) for count in (2, 4, 8)]
     cuts = stacked if few else [*stacked[:2], *paired, *split]
     large = geometry.weight_bytes > _LARGE_BYTES and geometry.padded_rows == ROW_TILE
-    wanted = _ENOUGH_BLOCKS[2 if not few else 0 if large else 1]
+    # One block per SM has too few warps to widen codes as fast as they arrive.
+    wanted = _ENOUGH_BLOCKS[2 if not few else 0 if large or by_warp else 1]
     blocks = {cut: ceil(geometry.out / cut.columns) * cut.splits * cut.cluster for cut in cuts}
     # Eight folds fetch as much of x as of the weight, which costs more than additional blocks gain.
-    least = {cut: _ENOUGH_BLOCKS[1] if cut.folds == _CHEAP_FOLDS else wanted for cut in cuts}
+    cheap = {_CHEAP_FOLDS}
+    if by_warp and geometry.bits == 4 and geometry.padded_rows > ROW_TILE:
+        # Four folds of 16 rows would fetch four times the bytes of the codes.
+        cheap.add(_CHEAP_FOLDS // 2)
+    least = {cut: _ENOUGH_BLOCKS[1] if cut.folds in cheap else wanted for cut in cuts}
     enough = [cut for cut in cuts if blocks[cut] >= min(wanted, least[cut])]
     rest = sorted((cut for cut in cuts if cut not in enough), key=lambda cut: -blocks[cut])
-    return [*enough, *rest]
+    found = [*enough, *rest]
+    # Not every form of a weight can be multiplied by warp.
+    return [*found, *(cut._replace(by_warp=False) for cut in found if cut.by_warp)]

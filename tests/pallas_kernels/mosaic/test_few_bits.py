@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic.few_bits import conversion
-from pallas_kernels.mosaic.few_bits_by_warp import pairs_of_word, word_conversion
+from pallas_kernels.mosaic.few_bits_by_warp import (
+    pairs_of_word,
+    power_conversion,
+    word_conversion,
+)
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 MAGIC = {"bfloat16": 0x43004300, "float16": 0x64006400}
@@ -27,6 +31,13 @@ def bytes_of(word, other, selector):
 
 def run(text, dtype, *operands, results=1):
     """Returns the two numbers of each result after the instructions of a block, those of $0 first."""
+    words = run_words(text, dtype, *operands, results=results)
+    found = [halves(word, dtype).astype(np.float64).tolist() for word in words]
+    return found[0] if results == 1 else found
+
+
+def run_words(text, dtype, *operands, results):
+    """Returns the bits of the results after the instructions of a block."""
     names = {f"${place}": value for place, value in enumerate(operands, results)}
     kind = TWO[dtype]
 
@@ -41,8 +52,12 @@ def run(text, dtype, *operands, results=1):
         "shr.b32": lambda a, b: a >> b,
         "and.b32": lambda a, b: a & b,
         "mul.lo.u32": lambda a, b: a * b,
-        # The last operand is the truth table of (a & b) | c.
-        "lop3.b32": lambda a, b, c, table: a & b | c if table == 0xEA else None,
+        # The last operand is the truth table: of (a & b) | c, and of a where b is set, else c.
+        "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c, 0xE2: a & b | c & ~b}[table],
+        "max.u16x2": lambda a, b: max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16,
+        f"fma.rn.{kind}": lambda a, b, c: packed(
+            halves(a, dtype) * halves(b, dtype) + halves(c, dtype)
+        ),
         f"mul.rn.{kind}": lambda a, b: packed(halves(a, dtype) * halves(b, dtype)),
         f"sub.rn.{kind}": lambda a, b: packed(halves(a, dtype) - halves(b, dtype)),
     }
@@ -53,10 +68,7 @@ def run(text, dtype, *operands, results=1):
         name, target, others = found.groups()
         values = [names[part] if part in names else int(part, 0) for part in others.split(", ")]
         names[target] = run_one[name](*values) & 0xFFFFFFFF
-    found = [
-        halves(names[f"${place}"], dtype).astype(np.float64).tolist() for place in range(results)
-    ]
-    return found[0] if results == 1 else found
+    return [names[f"${place}"] for place in range(results)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,3 +132,16 @@ def test_words_of_4_bits_are_widened_exactly_into_pairs_four_places_apart(dtype)
         ]
         found = run(int4, dtype, word, base, results=count)
         assert found == [[shifted[at] for at in pair] for pair in pairs]
+
+
+def test_words_of_powers_of_two_become_float32():
+    """All of e8m0: the least is subnormal, and the code of NaN is NaN."""
+    for first in range(0, 256, 4):
+        octets = [first, 255 - first, first + 2, first + 3]
+        wanted = np.array(octets, np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        word = int.from_bytes(octets, "little")
+        with np.errstate(invalid="ignore"):
+            words = [
+                run_words(power_conversion(half), "bfloat16", word, results=2) for half in (0, 1)
+            ]
+        np.testing.assert_array_equal(np.array(words, np.uint32).view(np.float32).ravel(), wanted)

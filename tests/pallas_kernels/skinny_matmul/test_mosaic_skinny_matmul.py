@@ -281,19 +281,19 @@ FAST = ["e4m3 by 128", "int4 by 128", "int4 by 64, zeros"]
 SLOW = [kind for kind in FEW_BITS if kind not in FAST]
 
 
-# Each warp has a fold of its own; also with a scale for each row, and with as many words of scales as a turn can have.
-APART = {
-    "e4m3 by row": (9, 512, (64, 4, 1, 1, 1, 2, 1, 1, 4)),
-    "int8 by 32": (3, 1024, (16, 4, 1, 2, 1, 9, 1, 1, 4)),
-    "int4 by 128, zeros": (16, 2048, (32, 4, 1, 2, 1, 2, 1, 1, 4)),
-    "mxfp4": (2, 3072, (32, 4, 1, 2, 1, 9, 1, 1, 4)),
+# A fold has two products of a warpgroup, one warp's, two warps', or the whole tile; with one and many scales per turn.
+BY_WARP = {
+    "e4m3 by row": (9, 512, (128, 2, 1, 2, 1, 9, 1, 1, True)),
+    "int8 by 32": (3, 1024, (16, 4, 1, 2, 1, 9, 1, 1, True)),
+    "int4 by 128, zeros": (16, 2048, (32, 2, 2, 2, 1, 2, 1, 1, True)),
+    "mxfp4": (2, 1536, (64, 1, 2, 2, 1, 9, 1, 1, True)),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [(kind, FEW_BITS[kind]) for kind in FAST]
-    + list(APART.items())
+    + list(BY_WARP.items())
     + [pytest.param(kind, FEW_BITS[kind], marks=pytest.mark.slow) for kind in SLOW],
 )
 def test_interpreted_weights_in_few_bits_are_exact(kind, cut, races):
@@ -309,16 +309,18 @@ def test_interpreted_weights_in_few_bits_are_exact(kind, cut, races):
     assert not races()
 
 
-def test_interpreted_a_gated_weight_in_few_bits_has_its_scales_in_both_halves(races):
-    """With a bias, a residual and the norms on both sides; under a rule's own schedule."""
-    case = Case("", 5, 256, 64, True, "silu", 0.5, True, True)
-    weight = drawn("int4 by 32", (128,), 256)
-    squares = np.linspace(0.1, 0.9, 6 * 5, dtype=np.float32).reshape(6, 5) * 256
+@pytest.mark.parametrize("cuts", [None, (32, 1, 1, 2, 1, 1)])
+def test_interpreted_a_gated_weight_in_few_bits_has_its_scales_in_both_halves(cuts, races):
+    """With a bias, a residual and the norms on both sides; under a rule's own schedule, and with wgmma."""
+    case = Case("", 5, 512, 64, True, "silu", 0.5, True, True)
+    weight = drawn("int4 by 32", (128,), 512)
+    squares = np.linspace(0.1, 0.9, 6 * 5, dtype=np.float32).reshape(6, 5) * 512
     norm = np.linspace(0.5, 2, 64).astype(jnp.bfloat16)
     inputs = case.inputs(1) | {"weight": weight}
     given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
-    result, weighed, _ = multiply(**device(given), interpret=True)
-    root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)[:, None]
+    schedule = None if cuts is None else Schedule(*cuts)
+    result, weighed, _ = multiply(**device(given), schedule=schedule, interpret=True)
+    root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 512 + 0.5)[:, None]
     x = np.asarray(inputs["x"], np.float64) / root
     wanted = oracle(inputs | {"weight": exact(weight), "x": x})
     assert_output(result, wanted, "bfloat16")
@@ -377,10 +379,31 @@ def test_every_weight_in_few_bits_has_a_schedule_in_either_order(code, group):
             ruled, fixed = Schedule.by_rule(geometry), Schedule.in_fixed_order(geometry)
             assert ruled.refusal(geometry) is None
             assert fixed.refusal(geometry) is None
-            orders.add((fixed.columns, fixed.folds, fixed.shares))
+            orders.add((fixed.columns, fixed.folds, fixed.shares, fixed.by_warp))
             count += 1
         assert len(orders) <= 1
     assert count > 6 * 15
+
+
+@pytest.mark.parametrize(
+    ("code", "group", "rows", "stages"),
+    [
+        ("float8_e4m3fn", 8192, 8, 4),
+        ("int8", 8192, 16, 3),
+        ("int4", 128, 1, 3),
+        ("int4", 128, 16, 2),
+    ],
+)
+def test_few_rows_of_a_weight_in_few_bits_are_multiplied_by_warp_in_two_blocks_per_multiprocessor(
+    code, group, rows, stages
+):
+    """What was fastest on an H200 (NOTES.md); more rows, and odd groups, take wgmma."""
+    packing = Packing(code, group, 8192 // group, "float32", False)
+    geometry = Geometry(rows, 8192, 8192, False, BFLOAT16, packing)
+    assert Schedule.by_rule(geometry) == Schedule(32, 2, 2, stages, 1, 256, by_warp=True)
+    assert not Schedule.by_rule(replace(geometry, rows=17)).by_warp
+    odd = replace(geometry, inner=8448, packing=packing._replace(group=96, groups=88))
+    assert not Schedule.by_rule(odd).by_warp
 
 
 @pytest.mark.slow
@@ -547,3 +570,23 @@ def test_schedules_that_cannot_run_are_refused(change, message):
     geometry = Geometry(64, 4096, 4096, False, BFLOAT16)
     schedule = replace(Schedule(32, 2, 1, 2, 1, 999), **change)
     assert message in (schedule.refusal(geometry) or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "group", "message"),
+    [
+        ({}, None, "only a weight in few bits"),
+        ({"columns": 8, "folds": 8}, 128, "16 rows of one fold"),
+        ({}, 96, "256 columns does not fit groups of 96"),
+        ({"depth": 3}, 128, "768 columns does not fit"),
+        ({"columns": 64, "folds": 12}, 128, "registers"),
+    ],
+)
+def test_schedules_that_cannot_run_by_warp_are_refused(change, group, message):
+    packing = Packing("int4", 128, 48, "float32", False)
+    geometry = Geometry(16, 4096, 6144, False, BFLOAT16, packing)
+    schedule = Schedule(32, 2, 1, 2, 1, 999, by_warp=True)
+    assert schedule.refusal(geometry) is None
+    changed = None if group is None else packing._replace(group=group, groups=6144 // group)
+    geometry = replace(geometry, packing=changed)
+    assert message in (replace(schedule, **change).refusal(geometry) or "")
