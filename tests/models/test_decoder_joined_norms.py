@@ -43,7 +43,11 @@ def joined(monkeypatch):
     run_step.clear_cache()
 
 
-@pytest.mark.parametrize("family", [TINY, PLAIN | LLAMA], ids=["qwen2", "llama"])
+@pytest.mark.parametrize(
+    "family",
+    [TINY, pytest.param(PLAIN | LLAMA, marks=pytest.mark.slow)],
+    ids=["qwen2", "llama"],
+)
 def test_logits_are_those_of_norms_on_their_own(family, joined, monkeypatch):
     """In float32 within 1e-5: only the order of two multiplications differs."""
     model = build_model(read_config(family), implementation="xla")

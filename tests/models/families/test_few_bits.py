@@ -49,11 +49,12 @@ def in_few_bits(params):
             {"qkv", "o", "gate_up", "down", "experts_up", "experts_down"},
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "v3",
             "int4",
             {"qkv_down", "q_up", "o", "gate_up", "down", "experts_up", "experts_down"}
             | {"shared_up", "shared_down"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "bamba",

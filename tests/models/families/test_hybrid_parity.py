@@ -29,18 +29,21 @@ TOGETHER = 1e-5
 THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next", "lfm2", "jamba")
 THOROUGH += ("zamba2",)
 SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal", "zamba2-biases")
-# Of these, only one step is in the fast tests: their blocks are those of another family.
+# The blocks of these are those of another family.
 BRIEF = ("mamba", "qwen3.5", "qwen3.5-moe", "lfm2-moe")
+# One family of each kind of recurrent layer is taken through everything in the fast tests.
+KINDS = ("mamba2", "falcon-h1", "qwen3-next", "lfm2", "jamba")
 LONG = [
-    *THOROUGH,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in BRIEF),
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS))
+    for name in (*THOROUGH, *BRIEF)
 ]
 SERVED = [
     pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3-next"))
     for name in (*THOROUGH, *BRIEF)
 ]
 EVERY = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in hybrid_cases.CASES
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW + BRIEF))
+    for name in hybrid_cases.CASES
 ]
 
 

@@ -54,7 +54,10 @@ def greedy(model, tokens, name):
     return np.concatenate(logits), chosen
 
 
-@pytest.mark.parametrize(("family", "name"), [("llama", "fp8"), ("mistral-window", "int8")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [pytest.param("llama", "fp8", marks=pytest.mark.slow), ("mistral-window", "int8")],
+)
 def test_logits_and_greedy_tokens_equal_transformers_over_rounded_keys(family, name, tmp_path):
     case = cases.CASES[family]
     theirs = case.build()
