@@ -112,6 +112,9 @@ class Schedule:
         reason are folded; splits, which take another launch, come last.
         """
         cuts = [*_cuts_of_many_rows(geometry), *_cuts(geometry)]
+        packing = geometry.packing
+        if packing is not None and geometry.rows <= _FEW_ROWS and fits(packing, geometry.piece):
+            cuts = [*_cuts(geometry, by_warp=True), *cuts]
         found = [cls._filled(geometry, cut) for cut in cuts]
         able = [schedule for schedule in found if schedule.refusal(geometry) is None]
         return (
@@ -348,10 +351,9 @@ def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
     return [cut] if _ENOUGH_BLOCKS[2] <= blocks <= NUM_MULTIPROCESSORS else []
 
 
-def _cuts(geometry: Geometry) -> list[_Cut]:
-    """Returns the general cuts, best first."""
+def _cuts(geometry: Geometry, *, by_warp: bool = False) -> list[_Cut]:
+    """Returns the general cuts, best first, or those of few rows whose warps multiply on their own if they can."""
     few = geometry.rows <= _FEW_ROWS
-    by_warp = few and geometry.packing is not None
     widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
     stacked = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
     if by_warp:
@@ -372,6 +374,4 @@ def _cuts(geometry: Geometry) -> list[_Cut]:
     least = {cut: _ENOUGH_BLOCKS[1] if cut.folds in cheap else wanted for cut in cuts}
     enough = [cut for cut in cuts if blocks[cut] >= min(wanted, least[cut])]
     rest = sorted((cut for cut in cuts if cut not in enough), key=lambda cut: -blocks[cut])
-    found = [*enough, *rest]
-    # Not every form of a weight can be multiplied by warp.
-    return [*found, *(cut._replace(by_warp=False) for cut in found if cut.by_warp)]
+    return [*enough, *rest]
