@@ -25,6 +25,17 @@ def implementations(*names):
     return pytest.mark.parametrize("implementation", params)
 
 
+def implementations_in(*names):
+    """Parametrises a test over implementations and dtypes; plain XLA in bfloat16 is slow."""
+    params = []
+    for name in names:
+        for dtype in ("float32", "bfloat16"):
+            on_cpu = [pytest.mark.slow] * (dtype == "bfloat16")
+            marks = [pytest.mark.gpu] if name in ON_GPU else on_cpu
+            params.append(pytest.param(name, dtype, id=f"{name}-{dtype}", marks=marks))
+    return pytest.mark.parametrize(("implementation", "dtype"), params)
+
+
 def cases(all_cases, *, fast=None):
     """Parametrises a test over cases; the large ones are for GPUs, and those that `fast` does not name are slow."""
 
@@ -39,10 +50,10 @@ def cases(all_cases, *, fast=None):
     return pytest.mark.parametrize("case", params)
 
 
-def compared(all_cases):
+def compared(all_cases, *, slow=()):
     """Parametrises a test over implementations, cases and dtypes.
 
-    Plain XLA runs everywhere, in float32 and, once, in bfloat16; the rest is for GPUs.
+    Plain XLA runs everywhere, in float32 and, once, in bfloat16; the rest is for GPUs. XLA's cases in `slow` are slow.
     """
     params = []
     for case in all_cases:
@@ -53,7 +64,10 @@ def compared(all_cases):
             ("mosaic_gpu", "float32"),
         ):
             everywhere = case.ci and (dtype == "float32" or case is all_cases[0])
-            marks = [] if implementation == "xla" and everywhere else [pytest.mark.gpu]
+            if implementation == "xla" and everywhere:
+                marks = [pytest.mark.slow] * (case.name in slow)
+            else:
+                marks = [pytest.mark.gpu]
             name = f"{case.name}-{implementation}-{dtype}"
             params.append(pytest.param(implementation, case, dtype, id=name, marks=marks))
     return pytest.mark.parametrize(("implementation", "case", "dtype"), params)

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.skipif(
 )
 PROGRAMS = {
     "few": {
-        **{"choices": 2, "decode": 2, "grouped": 3, "ragged": 1},
+        **{"choices": 1, "decode": 1, "grouped": 2, "ragged": 1},
         **{"skinny": 5, "states": 5, "writes": 6},
     },
     "rest": {
-        **{"choices": 2, "decode": 5, "grouped": 3, "ragged": 3},
+        **{"choices": 3, "decode": 6, "grouped": 4, "ragged": 3},
         **{"skinny": 18, "states": 5, "writes": 3},
     },
 }

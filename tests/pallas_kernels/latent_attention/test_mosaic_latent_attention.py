@@ -83,8 +83,10 @@ MANY_HEADS = {
     for name, (case, schedule) in INTERPRETED.items()
     if not case.packed
 }
-# Outputs are let be until scores have risen far: some far enough, or none. One case has either.
-SLOW = [(name, 1 if "shares" in name else 8) for name in MANY_HEADS]
+# Outputs are let be until scores have risen far: some far enough, or none.
+SLOW = [
+    (name, factor) for name in MANY_HEADS for factor in (1, 8) if "shares" in name or factor == 8
+]
 INTERPRETED_CASES = [
     pytest.param(
         case,
@@ -109,6 +111,7 @@ def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, factor,
     assert not races()
 
 
+@pytest.mark.slow
 def test_interpreted_it_equals_the_oracle_without_a_producer(no_requests, races):
     """A piece of the last pair is not there, and keys of a row are hidden from its first query."""
     case, schedule = next(each for each in INTERPRETED.values() if each[0].packed)

@@ -80,7 +80,17 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize(("case", "schedule"), INTERPRETED.values(), ids=INTERPRETED)
+# What each of these combines is in the others.
+COMBINED = ("int8, a window, sinks, parts", "fp8, a cap, a static page")
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        pytest.param(*given, id=name, marks=[pytest.mark.slow] * (name in COMBINED))
+        for name, given in INTERPRETED.items()
+    ],
+)
 def test_interpreted_it_equals_the_oracle_without_a_race(case, schedule, races):
     """Places that must not be read hold NaN, and a read out of bounds raises."""
     inputs = case.inputs(1)

@@ -68,6 +68,7 @@ def test_interpreted_it_equals_the_reference_without_a_race(case, schedule, race
     assert not races()
 
 
+@pytest.mark.slow
 def test_interpreted_it_equals_the_reference_without_a_producer(no_requests, races):
     test_interpreted_it_equals_the_reference_without_a_race(*INTERPRETED["bytes"], races)
 
