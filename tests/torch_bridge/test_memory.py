@@ -53,18 +53,19 @@ def run(*command):
     )
 
 
-# The example below imports torch first, too.
-@pytest.fixture(scope="module", params=["jax", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["jax", "torch"])
 def ended(request):
     """A process that imported this first and ended with a lease at rest; each takes seconds of imports."""
     second = {"jax": "torch", "torch": "jax"}[request.param]
     return run("-c", EITHER_ORDER.format(first=request.param, second=second))
 
 
+@pytest.mark.slow
 def test_either_may_be_imported_first(ended):
     assert ended.stdout == "refused\n", ended.stderr
 
 
+@pytest.mark.slow
 def test_python_may_end_while_a_lease_rests(ended):
     assert ended.returncode == 0, ended.stderr
     assert "Exception ignored" not in ended.stderr

@@ -239,7 +239,7 @@ def steer(module, scaling):
     )
 
 
-@pytest.mark.parametrize("fork", [False, True])
+@pytest.mark.parametrize("fork", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("turn", [scale, steer])
 def test_what_is_switched_where_a_text_goes_on_is_noticed_by_the_step(cache_of, turn, fork):
     model = shallow()

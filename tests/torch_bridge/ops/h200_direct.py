@@ -93,8 +93,6 @@ def main(part):
 
     few = {
         "decode": lambda: decode(8, 64),
-        "decode split": lambda: decode(1, 2048),
-        "decode odd group": lambda: decode(8, 64, 28, 4),
         "decode float32": lambda: decode(8, 64, dtype=torch.float32),
         "ragged odd": lambda: ragged(63),
         "write": lambda: write(5, half),
@@ -102,6 +100,8 @@ def main(part):
     }
     rest = {
         "ragged": lambda: ragged(64),
+        "decode split": lambda: decode(1, 2048),
+        "decode odd group": lambda: decode(8, 64, 28, 4),
         "decode split, odd group": lambda: decode(1, 512, 28, 4),
         "decode window": lambda: decode(64, 16, window=100),
         "decode wide window": lambda: decode(8, 64, window=2**20),

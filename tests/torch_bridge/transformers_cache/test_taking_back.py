@@ -60,8 +60,8 @@ def last_logits(model, ids, **options):
         ("llama", "draft"),
         ("llama", "sampled draft"),
         ("llama", "lookup"),
-        ("mistral", "lookup"),
-        ("gemma3", "lookup"),
+        pytest.param("mistral", "lookup", marks=pytest.mark.slow),
+        pytest.param("gemma3", "lookup", marks=pytest.mark.slow),
     ],
 )
 def test_assisted_tokens_are_those_of_transformers_own_cache(models, family, how, crops):
