@@ -61,23 +61,28 @@ def pytest_unconfigure(config):
 
 _LONG = (
     "engine/test_h200.py",
-    "docs/test_pages.py",
-    "models/families/test_parity.py",
-    "pallas_kernels/h200/test_kernels.py",
     "test_llm.py",
-    "torch_bridge/graphs/test_step_graphs.py",
+    "pallas_kernels/h200/test_kernels.py",
     "test_generation.py",
-    "models/families/test_hybrid_parity.py",
-    "pallas_kernels/test_mosaic_states.py",
-    "pallas_kernels/test_plans.py",
-    "benchmarks/test_ops.py",
-    "engine/test_hybrid_reuse.py",
-    "torch_bridge/fused/test_fused.py",
+    "models/families/test_parity.py",
     "models/test_flax_model.py",
-    "torch_bridge/sharing/test_leases.py",
-    "torch_bridge/ops/test_direct.py",
+    "pallas_kernels/test_mosaic_states.py",
+    "engine/test_engine.py",
+    "engine/test_hybrid_reuse.py",
+    "models/families/test_hybrid_parity.py",
+    "docs/test_pages.py",
+    "engine/speculation/test_draft_heads.py",
+    "engine/test_simulated.py",
+    "engine/test_saved_prefixes.py",
+    "benchmarks/test_ops.py",
+    "engine/test_hybrid_prefix.py",
+    "torch_bridge/graphs/test_step_graphs.py",
+    "pallas_kernels/skinny_matmul/test_mosaic_skinny_matmul.py",
+    "engine/steps/test_multi_step.py",
+    "pallas_kernels/latent_attention/test_mosaic_latent_attention.py",
+    "pallas_kernels/ragged_attention/test_mosaic_ragged_attention.py",
 )
-"""Files of 12 CPU seconds and more. They run first, so that no process waits at the end for another's long file."""
+"""Files of 15 CPU seconds and more, the longest first, so that no process waits at the end for another's long file."""
 
 
 def pytest_collection_modifyitems(items):

@@ -44,7 +44,15 @@ def params():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3-bias-window-tied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral-window",
+        "qwen2",
+        pytest.param("llama3", marks=pytest.mark.slow),
+        pytest.param("qwen3-bias-window-tied", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_of_unequal_prompts_equal_transformers(name, tmp_path):
     """The greedy tokens of a batch are those of each prompt alone in Transformers."""
     cases = pytest.importorskip("tests.models.families.cases")

@@ -47,6 +47,7 @@ def test_every_way_is_timed_against_the_same_floor(folder):
     assert all(f"| {form} |" in table for form in rows)
 
 
+@pytest.mark.slow
 def test_the_host_has_its_share_of_a_step_of_the_engine(folder):
     [row] = [row for row in load_record(folder / "it.json").rows if row["form"] == "engine"]
     parts = [row[f"{part}_ms"] for part in ("plan", "pack", "enqueue", "collect")]
@@ -54,6 +55,7 @@ def test_the_host_has_its_share_of_a_step_of_the_engine(folder):
     assert row["host_ms"] >= sum(parts)
 
 
+@pytest.mark.slow
 @on_cpu
 def test_what_cannot_run_here_says_why(folder):
     refused = {
@@ -66,6 +68,7 @@ def test_what_cannot_run_here_says_why(folder):
     assert "GPU" in refused["torch, gpt-fast style"]
 
 
+@pytest.mark.slow
 def test_first_tokens_are_told_of_one_step_and_of_the_engine(folder):
     rows = load_record(folder / "it-first-token.json").rows
     assert [row["form"] for row in rows][:2] == ["all prompts in one step", "engine"]

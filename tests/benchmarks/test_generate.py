@@ -41,6 +41,7 @@ def test_every_form_is_timed_at_every_batch_size(records):
         assert ("enqueue_ms" in row) == (row["form"] != "loop")
 
 
+@pytest.mark.slow
 def test_the_floor_is_the_measured_one_and_the_old_one_stands_beside_it(records):
     rows = records[0].rows
     assert len({row["read_bandwidth_tb_s"] for row in rows}) == 1
@@ -49,6 +50,7 @@ def test_the_floor_is_the_measured_one_and_the_old_one_stands_beside_it(records)
         assert row["floor_at_4300_gb_s_ms"] == pytest.approx(old)
 
 
+@pytest.mark.slow
 def test_every_program_says_what_it_took_and_holds_no_second_cache(records):
     rows = records[1].rows
     kinds = [(row["batch"], row["program"].split("(")[0]) for row in rows]

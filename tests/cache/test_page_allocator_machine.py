@@ -16,6 +16,7 @@ from jaxkv.cache.spec import group_layers
 from jaxkv.cache.variants import gqa, place, window
 from jaxkv.errors import OutOfPages, OutOfStates
 from tests.cache.layouts import HALF, hybrid, reserve, slots_of
+from tests.example_counts import examples
 
 ZERO = ()
 
@@ -222,6 +223,10 @@ class PagedMachine(PageAllocatorMachine):
 
 
 TestPageAllocatorMachine = PageAllocatorMachine.TestCase
-TestPageAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPageAllocatorMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 TestPagedMachine = PagedMachine.TestCase
-TestPagedMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPagedMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)

@@ -89,7 +89,7 @@ class MappedMachine(HybridMachine):
 
 def machine_of(name):
     machine = type(f"Mapped_{name}", (MappedMachine,), {"name": name})
-    return with_settings(machine, examples=6, steps=25)
+    return with_settings(machine, most=6, steps=25)
 
 
 TestOne = machine_of("one")

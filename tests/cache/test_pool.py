@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jaxkv.cache.pool import PagePool, state_pool
 from jaxkv.errors import OutOfPages, OutOfStates
+from tests.example_counts import examples
 
 NUM_PAGES = 7
 
@@ -214,4 +215,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(
+    max_examples=examples(100), stateful_step_count=30, deadline=None
+)

@@ -85,8 +85,12 @@ ONE_LAYER = (
     "docs/how-to/several-gpus.md",
     "docs/structured.md",
 )
-# Pages that take ten seconds.
-LONG = ("docs/how-to/command-line.md", "docs/how-to/speculation.md", "docs/how-to/trainer.md")
+# Pages that take five seconds and more of what other pages and tests run too.
+LONG = (
+    *("docs/how-to/command-line.md", "docs/how-to/speculation.md", "docs/how-to/trainer.md"),
+    *("docs/how-to/replicas.md", "docs/how-to/several-gpus.md", "docs/how-to/transformers.md"),
+    "docs/tutorial.md",
+)
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {
     "docs/how-to/serve.md": nothing_compiles_after_the_warm_up,

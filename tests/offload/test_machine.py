@@ -88,9 +88,7 @@ class TierMachine(HybridMachine):
 
 
 def machine_of(name):
-    return with_settings(
-        type(f"Tiers_{name}", (TierMachine,), {"name": name}), examples=12, steps=30
-    )
+    return with_settings(type(f"Tiers_{name}", (TierMachine,), {"name": name}), most=12, steps=30)
 
 
 TestMixed = machine_of("mixed")

@@ -15,6 +15,7 @@ from jaxkv.sampling.fields import features_for
 from jaxkv.sampling.processors import LogitsProcessors, Processor
 from jaxkv.sampling.register_processors import register_processors
 from jaxkv.sampling.sample import adjust, admit, read_choices, sample, write_choices
+from tests.example_counts import examples
 from tests.sampling.processors import FUNCTIONS, processed, registered
 from tests.sampling.rows import GREEDY, VOCAB, at, batch_of, random_logits, state_of
 
@@ -54,7 +55,7 @@ def batched(known, params, **options):
 
 
 @given(ROWS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_rows_of_any_mixture_equal_their_twins_in_numpy(rows):
     logits = np.asarray(random_logits(3))
     ids = np.full((3, LONGEST), 2**31 - 1, np.int32)

@@ -13,6 +13,7 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import adjust, allowed, gumbel_noise, sample
+from tests.example_counts import examples
 from tests.sampling import oracle
 from tests.sampling.rows import (
     BLOCKS,
@@ -94,7 +95,7 @@ class TestGreedy:
 
 class TestFilters:
     @given(LOGIT_ROWS, st.lists(FILTERED, min_size=ROWS, max_size=ROWS))
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     def test_they_keep_what_the_oracle_keeps(self, logits, params):
         params = [SamplingParams(**options) for options in params]
         kept = np.asarray(jit_allowed(jnp.asarray(logits), batch_of(params, FILTERS)))
@@ -162,7 +163,7 @@ class TestPenalties:
         st.lists(PENALISED, min_size=ROWS, max_size=ROWS),
         st.lists(st.tuples(TOKENS, TOKENS), min_size=ROWS, max_size=ROWS),
     )
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def test_they_equal_the_oracle(self, logits, params, texts):
         params = [SamplingParams(**options) for options in params]
         prompts, outputs = zip(*texts, strict=True)
@@ -226,7 +227,7 @@ class TestStopIds:
 
 class TestDraws:
     @given(LOGIT_ROWS, st.lists(FILTERED, min_size=ROWS, max_size=ROWS), st.integers(0, 2**64 - 1))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def test_they_equal_the_oracles_with_the_same_noise(self, logits, params, seed):
         params = [SamplingParams(**options, seed=seed) for options in params]
         batch, positions = batch_of(params, FILTERS), at(3, 0, 2**31 - 1, 77)

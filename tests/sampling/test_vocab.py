@@ -16,6 +16,7 @@ from jaxkv.sampling.sample import gumbel_noise, sample
 from jaxkv.sampling.token_mask import mask_of, num_words
 from jaxkv.sampling.vocab import Vocab
 from tests.devices import needs_devices
+from tests.example_counts import examples
 from tests.sampling import oracle
 from tests.sampling.rows import GREEDY, at, batch_of, state_of
 
@@ -86,7 +87,7 @@ def log_probabilities(logits):
     st.lists(TOKENS, min_size=ROWS, max_size=ROWS),
     st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_tokens_and_log_probabilities_are_those_of_the_oracle(
     logits, options, prompts, outputs, blocks
 ):

@@ -69,7 +69,7 @@ class HybridMachine(PrefixMachine):
 
 def machine_of(name):
     return with_settings(
-        type(f"Hybrid_{name}", (HybridMachine,), {"name": name}), examples=12, steps=30
+        type(f"Hybrid_{name}", (HybridMachine,), {"name": name}), most=12, steps=30
     )
 
 
@@ -79,7 +79,13 @@ TestPure = machine_of("pure")
 TestChunked = machine_of("chunked")
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("one", "pure")))
+        for name in WORLDS
+    ],
+)
 def test_long_random_programs_keep_every_promise(name):
     world = world_of(name)
     run_hybrid_program(world, random.Random(3), 1500)

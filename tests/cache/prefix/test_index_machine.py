@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.cache.layouts import reserve
 from tests.cache.prefix.world import FULL, INSIDE, MIXED, ODD, WINDOW, World, layout_of, run_program
+from tests.example_counts import examples
 
 
 @pytest.fixture(autouse=True)
@@ -142,10 +143,10 @@ class InsideMachine(PrefixMachine):
     layout, counts = INSIDE, {"group0": 20, "group1": 5}
 
 
-def with_settings(machine, examples=30, steps=40):
+def with_settings(machine, most=30, steps=40):
     case = machine.TestCase
     case.settings = settings(
-        max_examples=examples,
+        max_examples=examples(most),
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -162,7 +163,15 @@ TestInside = with_settings(InsideMachine)
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "machine", [PrefixMachine, WindowMachine, MixedMachine, OddMachine, InsideMachine]
+    "machine",
+    [
+        PrefixMachine,
+        WindowMachine,
+        *(
+            pytest.param(machine, marks=pytest.mark.slow)
+            for machine in (MixedMachine, OddMachine, InsideMachine)
+        ),
+    ],
 )
 def test_long_random_programs_keep_every_promise(machine, seed):
     """The books are checked after each operation, with many hits, evictions and failures."""
