@@ -80,7 +80,7 @@ SLOW_BATCHES = (
     (*DRAFTS, *KEEPING),
     MORE_HYBRID,
     LATENT,
-    (*MORE_DIVIDED, SAMPLES),
+    (DIVIDED, *MORE_DIVIDED, SAMPLES),
 )
 """Slow programs that one process compiles."""
 
@@ -88,7 +88,6 @@ SLOW = tuple(name for batch in SLOW_BATCHES for name in batch)
 FAST = [
     *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
     *HYBRID,
-    DIVIDED,
 ]
 # Our kernels in a program. Per layer of a Llama one that writes, one that attends, and of few rows one for each of
 # four products; of more than 64 tokens no product is a kernel. Products of experts are two, however many tokens. With

@@ -100,6 +100,8 @@ def drafting(model, **options):
     return LLM(model, engine=engine, max_model_len=96, progress=False, **options)
 
 
+# The fast test of a head has these and more (test_draft_heads.py).
+@pytest.mark.slow
 def test_drafts_survive_preemptions_sleep_and_a_lost_cache(small):
     """What the smaller model lacks then it computes anew."""
     prompts = [prompt + "y" * at for at, prompt in enumerate(PROMPTS * 2)]

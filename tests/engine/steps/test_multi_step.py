@@ -88,7 +88,7 @@ def serve(engine, requests, aborts=()):
     [
         (2, GREEDY, True),
         (4, GREEDY, False),
-        (8, GREEDY, True),
+        pytest.param(8, GREEDY, True, marks=pytest.mark.slow),
         pytest.param(4, CHOOSY, True, marks=pytest.mark.slow),
     ],
     ids=["2", "4, in turn", "8", "4, choosy"],
