@@ -23,7 +23,7 @@ from tests.engine.simulated_engines import KINDS, Setting, draw_setting, engine_
 from tests.engine.simulated_grammar import grammar_of
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, check_books
-from tests.engine.simulated_requests import LONGEST
+from tests.engine.simulated_requests import LONGEST, answer
 from tests.engine.simulated_text import VOCAB
 
 WISHES = (
@@ -181,6 +181,20 @@ def test_steps_that_verify_drafts_of_the_device_overlap():
     assert stats.overlapped > stats.steps - 6
     assert sum(ahead) > len(ahead) - 8
     assert sum(stats.accepted) > 20
+
+
+def test_steps_that_verify_drafts_overlap_beside_a_row_with_one_token_left():
+    """At most one token of it is left, so it takes part without a draft."""
+    setting = Setting("full", rows=4, drafts=3, rightness=0.7, prefix=False, on_device=True)
+    engine, _ = engine_of(random.Random(0), setting)
+    requests = [_ask([7 + at, 3], most, {}) for at, most in enumerate((LONGEST - 2, 10, 17, 25))]
+    made, ahead = [engine.add([one])[0] for one in requests], []
+    while any(one.status != FINISHED for one in made):
+        engine.step()
+        ahead.append(engine._pipeline.num_in_flight)
+    assert [tuple(one.token_ids) for one in made] == [answer(one).token_ids for one in requests]
+    # The first drafts come from the host, and the last tokens of the last request are counted one by one.
+    assert all(ahead[1:-2]), ahead
 
 
 def test_drafting_pauses_where_no_draft_is_right_and_steps_overlap_again():
