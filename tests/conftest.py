@@ -61,6 +61,7 @@ def pytest_unconfigure(config):
 
 _LONG = (
     "engine/test_h200.py",
+    "test_tensor_parallel.py",
     "test_llm.py",
     "pallas_kernels/h200/test_kernels.py",
     "test_generation.py",
