@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.layers import feed_forward
 from jaxkv.layers.adapted import Adapted, LowRank, with_adapters
 from jaxkv.layers.feed_forward import gated_feed_forward
 from jaxkv.layers.linear import Joining, Normed, linear, matmul
-from pallas_kernels.skinny_matmul.api import Weighed
+from pallas_kernels.fixed_order import fixed_order
+from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
 
 TOKENS, IN, OUT, ADAPTERS, RANK = 9, 16, 24, 3, 4
 SLOTS = np.asarray([0, 1, 3, 0, 2, 2, 0, 1, 0], np.int32)
@@ -117,6 +119,31 @@ def test_a_gate_is_computed_of_the_sums_and_stays_as_it_is_without_an_adapter(im
         gates, ups = both[:ffn], both[ffn:]
         wanted = merged(params["down"], token) @ (gates / (1 + np.exp(-gates)) * ups)
         np.testing.assert_allclose(got[token], wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [MOST_ROWS, MOST_ROWS + 1])
+def test_in_the_fixed_order_any_number_of_tokens_without_an_adapter_keep_their_bits(
+    tokens, monkeypatch
+):
+    """The kernel rounds a gated product once, which XLA does not; here it adds one instead."""
+
+    def rounded_once(weight, x, *, gated=False, **options):
+        found = matmul(weight, x, gated=gated, **options)
+        return found + 1 if gated else found
+
+    monkeypatch.setattr(feed_forward, "matmul", rounded_once)
+    slots = jnp.asarray(np.resize(SLOTS, tokens))
+    params = {"gate_up": adapted(24), "down": adapted(IN, seed=20, width=12)}
+    params = {name: one._replace(slots=slots) for name, one in params.items()}
+    plain = {name: one.weight for name, one in params.items()}
+    x = draw(5, tokens, IN)
+    with fixed_order():
+        got, base = (
+            gated_feed_forward(weights, x, activation="silu", implementation=None)
+            for weights in (params, plain)
+        )
+    none = np.asarray(slots) == 0
+    assert equal_bits(np.asarray(got)[none], np.asarray(base)[none])
 
 
 def test_parameters_without_a_stack_stay_as_they_are():
