@@ -1,5 +1,6 @@
 """A step in two programs: the tokens, the cache and the reports of the same step in one."""
 
+import weakref
 from dataclasses import replace
 
 import jax
@@ -106,6 +107,17 @@ def test_a_sampler_donates_the_sampling_group_and_touches_no_other_array():
         assert (old is new) == (id(old) not in gone) == (not old.is_deleted())
     report = runner.runner.program(arguments[0]).report
     assert report.alias_bytes == sum(array.nbytes for array in choices.values())
+
+
+def test_hidden_states_are_freed_once_they_are_sampled():
+    """Else the next step's memory would be elsewhere, and XLA would set every node of its CUDA graph anew."""
+    rows = three_rows(SamplingParams(temperature=0.0), (1, 1, 1))
+    runner = opened(rows)
+    arguments = sent(runner, rows)
+    hidden = weakref.ref(runner.runner._hidden)
+    assert hidden() is not None
+    runner.sample(*arguments)
+    assert hidden() is None
 
 
 def test_a_sampler_that_fails_before_the_donation_leaves_the_cache_and_can_run_again(monkeypatch):
