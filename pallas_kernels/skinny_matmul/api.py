@@ -40,9 +40,9 @@ def skinny_matmul(
 ) -> Float[Array, "rows out"] | Weighed:
     """Computes `activation(x @ weight.T + bias) + residual`, accumulated in float32.
 
-    A decode step is bound by reading its weights. The kernel supports up to 64 rows, under the fixed order of sums
-    (`pallas_kernels.fixed_order`) any number, and reads each weight once. Other calls run in XLA. A row's bits do not
-    depend on the other rows.
+    A decode step is bound by reading its weights. The kernel supports up to 64 rows, for which it reads each weight
+    once, and under the fixed order of sums (`pallas_kernels.fixed_order`) any number. Other calls run in XLA. A row's
+    bits do not depend on the other rows.
 
     An RMSNorm between two products needs no pass over the rows. Give the first product the norm's weights
     (`next_norm`); it returns a `Weighed`. Give the second product its `weighed` as x and its `squares`; it divides its

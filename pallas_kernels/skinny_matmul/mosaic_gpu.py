@@ -1,6 +1,7 @@
 """`skinny_matmul` on Hopper with a Mosaic GPU kernel: limits, and the XLA operations before and after the kernel.
 
-The kernel's launch is in mosaic_launch.py, its schedule in mosaic_schedule.py.
+The kernel's launch is in mosaic_launch.py, its schedule in mosaic_schedule.py; the kernel for more than 64 rows is in
+mosaic_many_rows.py.
 """
 
 from collections.abc import Mapping
@@ -148,16 +149,17 @@ def multiply_many_rows(
     interpret: bool = False,
 ) -> list[Array]:
     """Runs the kernel for many rows; `part` is the columns over which the squares of a row are added up."""
-    rows, whole = len(x), ceil(len(x) / WINDOW) * WINDOW
-    x, extras = _padded(x, extras, whole)
+    rows, padded_rows = len(x), ceil(len(x) / WINDOW) * WINDOW
+    x, extras = _padded(x, extras, padded_rows)
     if interpret:
         # The interpreter's copies do not fill rows past the end.
-        x = jnp.pad(x, ((0, tiling.row_tiles(whole) * tiling.rows - whole), (0, 0)))
+        missing = tiling.row_tiles(padded_rows) * tiling.rows - padded_rows
+        x = jnp.pad(x, ((0, missing), (0, 0)))
     inputs = {name: extras[name] for name in ending.inputs}
     squares = inputs.get("squares")
     if squares is not None:
         inputs["squares"] = row_factors(squares, geometry, ending, interpret=interpret)
-    kernel = ManyRowsKernel(geometry, whole, tiling, ending, part).build(interpret)
+    kernel = ManyRowsKernel(geometry, padded_rows, tiling, ending, part).build(interpret)
     return _first_rows(kernel(weight, x, *inputs.values()), rows)
 
 

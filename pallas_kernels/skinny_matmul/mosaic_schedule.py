@@ -125,9 +125,9 @@ class Schedule:
     def in_fixed_order(cls, geometry: Geometry) -> "Schedule":
         """Returns a schedule whose columns and folds, and with them the order of all sums, depend on the weight alone.
 
-        The number of rows determines only how many stages there are, and how tiles are divided among blocks. Without
-        folds every sum is one accumulator over the contraction in order, which tiles of any size can have; weights in
-        few bits, whose kernel needs 64 rows of a stage, are folded.
+        The number of rows determines only how many stages and pieces per chunk there are, and how tiles are divided
+        among blocks. Without folds every sum is one accumulator over the contraction in order, which chunks and tiles
+        of any size can have; weights in few bits, whose kernel needs 64 rows of a stage, are folded by single pieces.
         """
         most = replace(geometry, rows=MOST_ROWS)
         if geometry.packing is None:

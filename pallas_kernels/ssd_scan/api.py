@@ -38,10 +38,11 @@ def ssd_scan(
     `state = exp(-exp(a_log) * step) * state + step * outer(x, B)` and `out = state @ C + d * x`.
 
     Rows are cut into chunks where a position, counted from token 0 of the sequence, is a multiple of `chunk_size`;
-    chunks are computed as matrix products. So a sequence that is split into calls at such multiples gives the same bits
-    as one that is not; other splits agree up to rounding. A row reads its state before it writes one, so both may be
-    the same. Rows without tokens change nothing. In one call, no state may be read by one row and written by another,
-    and a snapshot's state must not be used otherwise; this is checked for concrete ids.
+    chunks are computed as matrix products. So with float32 states a sequence that is split into calls at such multiples
+    gives the same bits as one that is not; other splits, and states of 16 bits, which are rounded between calls, agree
+    up to rounding. A row reads its state before it writes one, so both may be the same. Rows without tokens change
+    nothing. In one call, no state may be read by one row and written by another, and a snapshot's state must not be
+    used otherwise; this is checked for concrete ids.
 
     Args:
         a_log: logarithm of each head's decay rate.
