@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import cache
 
 import jax
+import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.config.blocks import DeltaConfig, MambaConfig
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
@@ -223,3 +225,14 @@ def test_latents_are_not_expanded_under_the_fixed_order():
     ]
     assert expands[0] > 0
     assert expands[1] == 0
+
+
+@pytest.mark.parametrize("latent", [LATENT, SPARSE], ids=["latent", "sparse"])
+def test_a_text_in_one_step_has_the_bits_of_decode_steps_without_an_engine(latent):
+    """A step over whole texts is fresh, but latents are not expanded; `SPARSE` chooses all of so few tokens."""
+    model, params = latent_model(latent)
+    invariant = replace(model, batch_invariant=True)
+    text = np.random.default_rng(0).integers(VOCAB, size=(1, 12)).astype(np.int32)
+    whole = jaxkv.score(params, invariant, text)
+    given = jaxkv.score(params, invariant, text[:, :5], text[:, 5:])
+    np.testing.assert_array_equal(whole[:, 5:], given)
