@@ -37,7 +37,10 @@ def update_masks(running: Sequence[RequestState], finisher: Finisher) -> None:
         and not one.constraint.is_ready(one.generated)
         and (forced := _forced(one, finisher)) is not None
     }
-    saved = sum(len(forced) - 1 for forced in due.values() if forced)
+    # Where the step of the last token was sent, the first forced one needs a step of its own in either way.
+    saved = sum(
+        len(forced) - (one.computed >= len(one.tokens)) for one, forced in due.items() if forced
+    )
     most = None if saved >= _LEAST_SAVED * len(running) else 1
     _fill_masks(
         [one for one, forced in due.items() if _take(one, forced, most, finisher)], finisher

@@ -17,7 +17,13 @@ from jaxkv.programs.audit import AuditReport, audit
 from jaxkv.programs.fingerprint import devices_of, name_traced
 from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS
 from jaxkv.programs.lowering import Lowering, argument_types, trace
-from jaxkv.programs.store import ProgramFile, StoredProgram, Structure, open_store
+from jaxkv.programs.store import (
+    UNSERIALISABLE,
+    ProgramFile,
+    StoredProgram,
+    Structure,
+    open_store,
+)
 from pallas_kernels.lowering import quick_lowering
 
 _LOG = logging.getLogger(__name__)
@@ -123,7 +129,13 @@ def _file_of(
     # Each of several processes has an executable of its own, and all of these would have the same name.
     if {device.process_index for device in devices} != {jax.process_index()}:
         return None
-    return store.file_of(name_traced(name, traced, specs, devices, options), devices)
+    try:
+        named = name_traced(name, traced, specs, devices, options)
+    except UNSERIALISABLE as error:
+        # Without a description of the links between its devices, a program has no safe name.
+        _LOG.warning("a program over %d devices is not stored: %r", len(devices), error)
+        return None
+    return store.file_of(named, devices)
 
 
 class _Events:

@@ -145,6 +145,21 @@ def chunks_of(engine):
     return lambda: sorted(lens)
 
 
+def test_without_overlap_a_lone_forced_token_takes_no_step_of_its_own(monkeypatch):
+    for module in (simulated_grammar, simulated_requests):
+        monkeypatch.setattr(
+            module,
+            "allowed_after",
+            lambda key, tokens: (
+                [] if len(tokens) == LONG else [7] if len(tokens) % 4 == 2 else [5, 7, 9, 30]
+            ),
+        )
+    engine = engine_with(overlap=False)
+    requests = [ask(1)]
+    assert_answers(serve(engine, requests), requests)
+    assert engine.steps == LONG - 5
+
+
 def fail_at(engine, numbers, error):
     """Lets some calls of `SequenceRunner.sample` raise an error before they do anything."""
     sample, calls = engine.sequence_runner.sample, iter(range(1000))

@@ -354,6 +354,19 @@ def test_other_links_between_the_devices_make_another_program(folder, monkeypatc
 
 
 @needs_devices(2)
+def test_a_program_whose_links_nobody_can_describe_is_compiled_and_not_kept(
+    folder, monkeypatch, caplog
+):
+    def undescribed(self):
+        raise NotImplementedError("no serialized topology")
+
+    monkeypatch.setattr(TopologyDescription, "serialize", undescribed)
+    check_parts(build_on(0, 1)(*on_mesh(0, 1)[1])[0], 0, 1)
+    assert stored(folder) == []
+    assert "over 2 devices is not stored" in caplog.text
+
+
+@needs_devices(2)
 def test_programs_over_the_devices_of_other_processes_are_not_kept(folder, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert not build_on(0, 1).loaded
