@@ -134,6 +134,8 @@ class TokenConstraint:
         self._free = ~mask_of(grammar.end_ids, words)
         self._consumed: int | None = 0
         self._masked_at = -1
+        # The last forced tokens, and how many tokens were generated before them.
+        self._forced, self._forced_at = list[int](), 0
         self.mask = np.empty(0, np.uint32)
         self._take(self._first_mask(reasoning), 0)
 
@@ -165,7 +167,12 @@ class TokenConstraint:
         """Returns the tokens that must follow these, as far as they are known; the mask allows each of them alone."""
         if not (self._forces and self._advance(generated)):
             return []
-        tokens = self.matcher.compute_ff_tokens()[:MOST_FORCED]
+        # llguidance tokenises all of the forced text at each call, so what is left of it is kept.
+        taken = list(generated[self._forced_at :])
+        tokens = self._forced[len(taken) :]
+        if not tokens or taken != self._forced[: len(taken)]:
+            tokens = self.matcher.compute_ff_tokens()[:MOST_FORCED]
+        self._forced, self._forced_at = tokens, len(generated)
         for index, token in enumerate(tokens):
             kept = self._kept(len(generated) + index)
             if not kept[token >> 5] >> (token & 31) & 1:

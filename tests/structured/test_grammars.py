@@ -146,6 +146,26 @@ def test_a_forced_token_that_the_request_may_not_sample_ends_the_forced_ones(com
     assert TokenConstraint(grammar, forces=False).forced([]) == []
 
 
+def test_what_is_left_of_forced_tokens_is_not_tokenised_again(compiled):
+    grammar = compiled(regex="one two three[ab]four five six")
+    constraint, calls = TokenConstraint(grammar), []
+
+    class Counting:
+        def __init__(self, matcher):
+            self._matcher = matcher
+
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(self._matcher, name)
+
+    constraint.matcher = Counting(constraint.matcher)
+    text = [*TOKENIZER.encode("one two three"), *ids("a"), *TOKENIZER.encode("four five six")]
+    for count in range(len(text)):
+        wanted = TokenConstraint(grammar).forced(text[:count])
+        assert constraint.forced(text[:count]) == wanted
+    assert calls.count("compute_ff_tokens") < 6 < len(text)
+
+
 def test_thousands_of_choices_fit(compiled):
     choices = [f"{number:040d} (\u00e9.*)\n" for number in range(4096)]
     constraint, generated = TokenConstraint(compiled(choice=choices)), []
