@@ -38,7 +38,7 @@ from pallas_kernels.mosaic.dialects import (
     vector,
 )
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.products import descriptor, in_layout, moved, nvvm
+from pallas_kernels.mosaic.products import accumulators, descriptor, in_layout, moved, nvvm
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
 UNIT = 32
@@ -87,6 +87,9 @@ _CONVERT = {
     + _FACTOR
     + "}}",
 }
+_SCALE = """{{ .reg .b16 l, h; .reg .f32 x, y;
+    mov.b32 {{l, h}}, $1; cvt.f32.{kind} x, l; cvt.f32.{kind} y, h;
+    mul.f32 x, x, $2; mul.f32 y, y, $2; cvt.rn.{kind}x2.f32 $0, y, x; }}"""
 _MULTIPLY = """{{
     .reg .pred adds;
     setp.ne.b32 adds, {adds}, 0;
@@ -103,6 +106,8 @@ def start_product(
     first: int,
     columns: int,
     interpret: bool,
+    scales: Array | None = None,
+    onto: Array | None = None,
 ) -> Array:
     """Issues the product of some columns; the result is valid only after `products.wait_for`.
 
@@ -114,27 +119,43 @@ def start_product(
         first: first column, a multiple of `UNIT`.
         columns: number of columns, a multiple of `UNIT`.
         interpret: whether the interpreter runs this.
+        scales: float32, one per row, likewise; they multiply the numbers, which are rounded to x's dtype.
+        onto: float32 [64, rows] to which the product is added, also one that was issued and not waited for.
 
     Returns:
-        float32 [64, rows], without scales.
+        float32 [64, rows].
     """
     if interpret:
-        return _interpreted(codes, x, zeros, code=code, first=first, columns=columns)
+        numbers = _numbers(codes, zeros, code=code)
+        if scales is not None:
+            numbers = (numbers * scales[:, None]).astype(x.dtype).astype(jnp.float32)
+        own = slice(first, first + columns)
+        wide = x[...].astype(jnp.float32)[:, own]
+        found = jnp.dot(numbers[:, own], wide.T, precision=lax.Precision.HIGHEST)
+        return found if onto is None else onto + found
     width, chunk = x.shape
     result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, width), jnp.float32, layout=WGMMA)
     types = (
         plgpu.RefType(swizzled(codes.shape[1], codes.dtype)),
         plgpu.RefType(swizzled(chunk, x.dtype)),
     )
-    given = () if zeros is None else (zeros,)
+    per_row = {"zeros": zeros, "scales": scales}
+    per_row = {name: array for name, array in per_row.items() if array is not None}
+    before = () if onto is None else (onto,)
     bits, kind = CODES[code].bits, KINDS[jnp.dtype(x.dtype).name]
+    layouts = *(PER_ROW for _ in per_row), *(WGMMA for _ in before)
 
-    @inline(arg_types=(*types, *(PER_ROW for _ in given)), return_type=result)
-    def run(_: Value, codes_ref: Value, x_ref: Value, *zeros: Value) -> Value:
+    @inline(arg_types=(*types, *layouts), return_type=result)
+    def run(_: Value, codes_ref: Value, x_ref: Value, *arrays: Value) -> Value:
+        # By half of the rows.
+        factors = {
+            name: [vector.extract(register, [], [0]) for register in array.registers.flat]
+            for name, array in zip(per_row, arrays, strict=False)
+        }
         start = utils.memref_ptr(codes_ref)
         warp = divide(divide(utils.thread_idx(), 32)[0], 4)[1]
         group, member = divide(divide(utils.thread_idx(), 32)[1], 4)
-        bases = _bases(zeros[0] if zeros else None, kind) if code == "int4" else [None] * 2
+        bases = _bases(factors.get("zeros"), kind) if code == "int4" else [None] * 2
         text = conversion(code, x.dtype)
         octets = codes.shape[1]
         swizzle = swizzle_of(octets)
@@ -153,9 +174,14 @@ def start_product(
                 else:
                     both = _four_pairs(start, at, member, bases[half], text)
                     left[half, step], left[half, step + 1] = both[:2], both[2:]
+        if "scales" in factors:
+            left = {
+                (half, step): [_scaled(pair, factors["scales"][half], kind) for pair in pairs]
+                for (half, step), pairs in left.items()
+            }
         nvvm.wgmma_fence_aligned()
         right = descriptor(x_ref, 0, chunk // _ELEMENTS * ROW_TILE * _SWIZZLE)
-        sums: list[Value] = []
+        sums = accumulators(arrays[-1]) if before else []
         for step in range(columns // _STEP):
             low, high = left[0, step], left[1, step]
             tile, inside = divmod(first + step * _STEP, _ELEMENTS)
@@ -164,7 +190,7 @@ def start_product(
         nvvm.wgmma_commit_group_sync_aligned()
         return in_layout(sums, width)
 
-    return run(codes, x, *given)
+    return run(codes, x, *per_row.values(), *before)
 
 
 def load_scales(scales: Ref, rows: Array, groups: Array, *, interpret: bool) -> Array:
@@ -188,24 +214,24 @@ def load_zeros(zeros: Ref, rows: Array, groups: Array, *, interpret: bool) -> Ar
     return _gather(zeros, rows, groups, jnp.int32)
 
 
-def _interpreted(
-    codes: Ref, x: Ref, zeros: Array | None, *, code: str, first: int, columns: int
-) -> Array:
-    own = slice(first, first + columns)
+def _numbers(codes: Ref, zeros: Array | None, *, code: str) -> Array:
+    """Returns the float32 numbers of all codes, zero points subtracted, for the interpreter."""
     ones = jnp.ones((WGMMA_ROWS, 1), jnp.float32)
-    numbers = FewBits(codes[...], ones, None, None, code).numbers()[:, own]
-    if zeros is not None:
-        numbers += (8 - zeros).astype(jnp.float32)[:, None]
-    wide = x[...].astype(jnp.float32)[:, own]
-    return jnp.dot(numbers, wide.T, precision=lax.Precision.HIGHEST)
+    numbers = FewBits(codes[...], ones, None, None, code).numbers()
+    return numbers if zeros is None else numbers + (8 - zeros).astype(jnp.float32)[:, None]
 
 
-def _bases(zeros: Value | None, kind: _Kind) -> list[Value]:
+def _bases(zeros: list[Value] | None, kind: _Kind) -> list[Value]:
     """Returns what is subtracted from int4 codes in their magic numbers, for both halves of a thread's rows."""
     if zeros is None:
         return [constant(kind.magic | 0x00080008)] * 2
-    found = [vector.extract(register, [], [0]) for register in zeros.registers.flat]
-    return [arith.ori(times(zero, 0x00010001), constant(kind.magic)) for zero in found]
+    return [arith.ori(times(zero, 0x00010001), constant(kind.magic)) for zero in zeros]
+
+
+def _scaled(pair: Value, scale: Value, kind: _Kind) -> Value:
+    """Returns a register of two 16-bit numbers, multiplied by a float32 scale and rounded once."""
+    text = _SCALE.format(kind=kind.name)
+    return llvm.inline_asm(i32(), [pair, scale], text, "=r,r,f")
 
 
 def _two_pairs(start: Value, at: Value, member: Value, text: str) -> list[Value]:

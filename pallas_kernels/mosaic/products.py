@@ -149,3 +149,9 @@ def in_layout(numbers: list[Value], columns: int) -> Value:
     registers = registers.reshape(layout.registers_shape((ROWS, columns)))
     array = mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
     return array.to_layout(_fragments.WGMMA_LAYOUT)
+
+
+def accumulators(array: Value) -> list[Value]:
+    """Returns the registers of an array of sums in the order of the wgmma instruction; undoes `in_layout`."""
+    registers = array.to_layout(_fragments.WGMMA_LAYOUT_ACC_32BIT).registers
+    return [vector.extract(register, [], [0]) for register in registers.flat]

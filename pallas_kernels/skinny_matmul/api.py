@@ -41,8 +41,8 @@ def skinny_matmul(
     """Computes `activation(x @ weight.T + bias) + residual`, accumulated in float32.
 
     A decode step is bound by reading its weights. The kernel supports up to 64 rows, for which it reads each weight
-    once, and under the fixed order of sums (`pallas_kernels.fixed_order`) any number. Other calls run in XLA. A row's
-    bits do not depend on the other rows.
+    once, and any number of a weight in 8 or 4 bits or under the fixed order of sums (`pallas_kernels.fixed_order`).
+    Other calls run in XLA. A row's bits do not depend on the other rows.
 
     An RMSNorm between two products needs no pass over the rows. Give the first product the norm's weights
     (`next_norm`); it returns a `Weighed`. Give the second product its `weighed` as x and its `squares`; it divides its
@@ -51,8 +51,9 @@ def skinny_matmul(
     Args:
         weight: [out, inner], one row for each column of the result, as in Hugging Face checkpoints. With `gated` the
             rows of all gates, then as many others. In x's dtype, or in 8 or 4 bits as `FewBits`, which is read as it
-            lies: the kernel widens it in registers, exactly, and "xla" a few rows at a time, rounded to x's dtype if
-            it has several scales per row. The kernel takes the codes of NaN in e4m3 for 480.
+            lies: the kernel widens it in registers and "xla" a few rows at a time. With several scales per row "xla",
+            and the kernel for more than 64 rows, round the widened numbers to x's dtype; all else is exact. The kernel
+            takes the codes of NaN in e4m3 for 480.
         x: rows of any floating dtype. If the weight has an `order`, their columns are permuted by it.
         bias: one value per row of the weight, added before the activation.
         residual: added last.

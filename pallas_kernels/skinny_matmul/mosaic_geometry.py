@@ -23,7 +23,8 @@ class Geometry:
     """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        rows: rows of x that a block multiplies; under the fixed order of sums a call may have several groups of them.
+        rows: rows of x that a block multiplies, at most 64 if a call of any number of rows is supported: under the
+            fixed order of sums, and of a weight in few bits.
         out: columns of the result.
         inner: size of the contraction.
         gated: whether the weight has two rows for each column, those of the gates first.
@@ -42,8 +43,9 @@ class Geometry:
     def of(cls, weight: ArrayOrStruct | FewBits, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
         """Returns the geometry of these arrays."""
         out = weight.shape[0] // (2 if gated else 1)
-        rows = min(x.shape[0], MOST_ROWS) if is_fixed() else x.shape[0]
         packing = Packing.of(weight) if isinstance(weight, FewBits) else None
+        any_number = packing is not None or is_fixed()
+        rows = min(x.shape[0], MOST_ROWS) if any_number else x.shape[0]
         return cls(rows, out, x.shape[1], gated, x.dtype, packing)
 
     def refusal(self) -> str | None:
@@ -64,6 +66,10 @@ class Geometry:
     def bits(self) -> int:
         """Bits of a number of the weight."""
         return 16 if self.packing is None else self.packing.bits
+
+    def stored(self, columns: int) -> int:
+        """Returns the elements of the weight's array that store adjacent columns of a row; a byte has two of 4 bits."""
+        return columns // 2 if self.bits == 4 else columns
 
     @property
     def piece_bytes(self) -> int:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
@@ -50,8 +51,8 @@ def skinny_matmul(
 ) -> Float[Array, "rows out"] | Weighed:
     """Implements `api.skinny_matmul`, with the schedule and the tiling for its shapes unless they are given.
 
-    Under the fixed order of sums more than 64 rows times a weight of 16 bits are multiplied by the kernel of
-    mosaic_many_rows.py in tiles, with the same bits.
+    More than 64 rows are multiplied by the kernel of mosaic_many_rows.py in tiles: under the fixed order of sums times
+    a weight of 16 bits, with the same bits, and otherwise times a weight in few bits.
 
     With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races
     are recorded.
@@ -84,8 +85,10 @@ def skinny_matmul(
         "next_norm": next_norm if ending.weighs else None,
     }
     plan = {"geometry": geometry, "ending": ending, "interpret": interpret}
-    # A gated tile of few rows adds up the squares of more columns than a consumer of many rows has.
-    has_tiles = geometry.packing is None and not (ending.weighs and geometry.gated)
+    # A gated tile of few rows adds up the squares of more columns than a consumer of many rows has. Tiles of few bits
+    # have another order of sums than few rows.
+    has_order = geometry.packing is None or not is_fixed()
+    has_tiles = has_order and not (ending.weighs and geometry.gated)
     if len(x) > geometry.rows and has_tiles:
         tiling = tiling or Tiling.by_rule(geometry, len(x))
         check_kernel(tiling.refusal(geometry))
@@ -138,7 +141,7 @@ def multiply(
 
 @partial(jax.jit, static_argnames=("geometry", "ending", "tiling", "part", "interpret"))
 def multiply_many_rows(
-    weight: Shaped[Array, "weights inner"],
+    weight: Shaped[Array, "weights inner"] | FewBits,
     x: Float[Array, "rows inner"],
     extras: Mapping[str, Array | None],
     *,
@@ -160,7 +163,7 @@ def multiply_many_rows(
     if squares is not None:
         inputs["squares"] = row_factors(squares, geometry, ending, interpret=interpret)
     kernel = ManyRowsKernel(geometry, padded_rows, tiling, ending, part).build(interpret)
-    return _first_rows(kernel(weight, x, *inputs.values()), rows)
+    return _first_rows(kernel(*jax.tree.leaves(weight), x, *inputs.values()), rows)
 
 
 def _first_rows(found: list[Array], rows: int) -> list[Array]:

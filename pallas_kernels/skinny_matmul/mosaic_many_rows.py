@@ -1,9 +1,13 @@
-"""The `skinny_matmul` kernel for many rows under the fixed order of sums: large tiles, with the bits of few rows.
+"""The `skinny_matmul` kernel for many rows: large tiles, under the fixed order of sums with the bits of few rows.
 
 A producer warpgroup copies chunks of the weight and of x into pipeline stages (slots). Each of one or two consumers
 multiplies 64 rows of the weight, again the left operand, with up to 256 rows of x. A sum is one accumulator over chunks
 in order, as it is with few rows (`Schedule.in_fixed_order`), and the epilogue is the same code (`End`). Blocks are
 persistent: the producer proceeds to the next tile while the consumers store.
+
+A weight in few bits is widened in registers, once for all rows of a tile: while one consumer widens, the other's
+product runs. A scale for a whole row multiplies the sums. Scales of groups multiply the widened numbers, which are
+rounded to x's dtype, since a second accumulator would not fit into the registers.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +20,17 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
+from pallas_kernels.formats.few_bits import CODES
+from pallas_kernels.mosaic.few_bits import start_product
+from pallas_kernels.mosaic.few_bits_turn import Factors, Packing, turn_factors
 from pallas_kernels.mosaic.jax_versions import assign, request_registers
 from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.tiles import swizzled
+from pallas_kernels.mosaic.products import wait_for
+from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, swizzled
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import rows_of
@@ -55,7 +64,7 @@ class ManyRowsKernel:
     part: int
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
-        """Returns the function of weight, x and the epilogue's inputs that launches the kernel.
+        """Returns the function of the weight's arrays, x and the epilogue's inputs that launches the kernel.
 
         Instead of sums of squares it takes the rows' factors (`factors`). It returns the outputs of the epilogue.
         """
@@ -63,7 +72,7 @@ class ManyRowsKernel:
         if self.tiling.cluster > 1:
             clusters = {"cluster": (self.tiling.cluster,), "cluster_names": (_RANK,)}
         return plgpu.kernel(
-            self._body,
+            partial(self._body, interpret),
             out_type=self._out_type(),
             scratch_types=self._scratch(),
             grid=(self.tiling.grid(self.geometry, self.rows),),
@@ -86,28 +95,31 @@ class ManyRowsKernel:
         return out_type
 
     def _scratch(self) -> dict[str, Any]:
-        t, dtype = self.tiling, self.geometry.dtype
+        g, t = self.geometry, self.tiling
+        stored = g.dtype if g.packing is None else CODES[g.packing.code].stored
 
-        def slots(rows: int) -> Any:  # noqa: ANN401 - private to JAX
-            return plgpu.SMEM((t.stages, rows, PIECE), dtype, transforms=swizzled(PIECE, dtype))
+        def slots(rows: int, width: int, dtype: DTypeLike) -> Any:  # noqa: ANN401 - private to JAX
+            return plgpu.SMEM((t.stages, rows, width), dtype, transforms=swizzled(width, dtype))
 
-        copies = 1 + (t.consumers * self.geometry.parts if self.geometry.gated else 1)
+        copies = 1 + (t.consumers * g.parts if g.gated else 1)
         barrier = plgpu.Barrier
         if t.cluster > 1:
             # A copy of x fills a stage of all blocks, so all must have released it.
             barrier = partial(plgpu.ClusterBarrier, collective_axes=(_RANK,))
         return {
-            "weights": slots(t.height),
-            "inputs": slots(t.rows),
+            "weights": slots(t.height, g.stored(PIECE), stored),
+            "inputs": slots(t.rows, PIECE, g.dtype),
             "sums": plgpu.SMEM((t.consumers, WGMMA_ROWS, WINDOW + PADDING), jnp.float32),
             "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
             "free": barrier(num_arrivals=t.consumers, num_barriers=t.stages),
         }
 
-    def _body(self, *arrays: Ref, **scratch: Ref) -> None:
+    def _body(self, interpret: bool, *arrays: Ref, **scratch: Ref) -> None:
+        packing = self.geometry.packing
+        parts = [] if packing is None else packing.names
         inputs = ["factors" if name == "squares" else name for name in self.ending.inputs]
-        names = ["weight", "x", *inputs, *self.ending.outputs]
-        block = _Block(self, dict(zip(names, arrays, strict=True)) | scratch)
+        names = ["weight", *parts, "x", *inputs, *self.ending.outputs]
+        block = _Block(self, dict(zip(names, arrays, strict=True)) | scratch, interpret)
         warpgroup, consumers = lax.axis_index("warpgroup"), self.tiling.consumers
 
         @pl.when(warpgroup < consumers)
@@ -126,8 +138,8 @@ class ManyRowsKernel:
 class _Block:
     """One block. A *step* counts the turns of all its tiles."""
 
-    def __init__(self, kernel: ManyRowsKernel, refs: Mapping[str, Ref]) -> None:
-        self.kernel, self.refs = kernel, refs
+    def __init__(self, kernel: ManyRowsKernel, refs: Mapping[str, Ref], interpret: bool) -> None:
+        self.kernel, self.refs, self.interpret = kernel, refs, interpret
         self.geometry, self.tiling = kernel.geometry, kernel.tiling
         self.turns = self.geometry.inner // PIECE
         self.number = lax.axis_index("cluster")
@@ -189,6 +201,8 @@ class _Block:
         """Starts the copies of one chunk; each consumer's rows of the weight are adjacent, gates before the others."""
         g, t, refs = self.geometry, self.tiling, self.refs
         inner = pl.ds(pl.multiple_of(turn * PIECE, PIECE), PIECE)
+        stored = g.stored(PIECE)
+        octets = pl.ds(pl.multiple_of(turn * stored, stored), stored)
         arrived = refs["arrived"].at[slot]
         # Without gates one copy has the rows of all consumers.
         size = t.own_columns(g) if g.gated else t.block_columns(g)
@@ -197,7 +211,7 @@ class _Block:
                 rows = pl.multiple_of(column + (part * g.out + start), ROW_TILE)
                 place = start * g.parts + part * size
                 plgpu.copy_gmem_to_smem(
-                    refs["weight"].at[pl.ds(rows, size), inner],
+                    refs["weight"].at[pl.ds(rows, size), octets],
                     refs["weights"].at[slot, pl.ds(place, size)],
                     arrived,
                 )
@@ -213,9 +227,13 @@ class _Block:
 
         def process_tile(index: Array, carry: None) -> None:
             column, row = self.find(index)
-            sums = self.multiply(warpgroup, index)
             own = self.tiling.own_columns(self.geometry)
-            self.store(warpgroup, sums, pl.multiple_of(column + warpgroup * own, ROW_TILE), row)
+            column = pl.multiple_of(column + warpgroup * own, ROW_TILE)
+            if self.geometry.packing is None:
+                sums = self.multiply(warpgroup, index)
+            else:
+                sums = self.multiply_few_bits(warpgroup, index, column, self.geometry.packing)
+            self.store(warpgroup, sums, column, row)
             return carry
 
         lax.fori_loop(jnp.int32(0), self.tiles, process_tile, None)
@@ -247,6 +265,57 @@ class _Block:
             return sums[...]
 
         return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, self.tiling.rows), jnp.float32))
+
+    def multiply_few_bits(
+        self, warpgroup: Array, index: Array, column: Array, packing: Packing
+    ) -> Array:
+        """Returns the same sums of a weight in few bits, whose rows begin with that of `column`."""
+        g, refs, width = self.geometry, self.refs, self.tiling.rows
+        arrays = {name: refs[name] for name in packing.names}
+        own, by_row = self.tiling.own_columns(g), packing.groups == 1
+        row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=PER_ROW)
+        # Powers of two.
+        part = lax.shift_right_logical(row, jnp.int32(own.bit_length() - 1))
+        rows = column + (row & (own - 1)) + part * g.out
+        span = packing.span(PIECE)
+
+        def factors_of(turn: Array) -> list[Factors]:
+            first = row * 0 + turn * PIECE
+            return turn_factors(arrays, rows, first, PIECE, packing, interpret=self.interpret)
+
+        def process_turn(
+            turn: Array, carry: tuple[Array, list[Factors]]
+        ) -> tuple[Array, list[Factors]]:
+            sums, factors = carry
+            step = index * self.turns + turn
+            slot = self.slot(step)
+            plgpu.barrier_wait(refs["arrived"].at[slot])
+            height = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+            codes, x = refs["weights"].at[slot, height], refs["inputs"].at[slot]
+            for place in range(PIECE // span):
+                scales, *zeros = factors[place % len(factors)]
+                sums = start_product(
+                    codes,
+                    x,
+                    zeros[0] if zeros else None,
+                    code=packing.code,
+                    first=place * span,
+                    columns=span,
+                    interpret=self.interpret,
+                    scales=None if by_row else scales,
+                    onto=sums,
+                )
+            (sums,) = wait_for(sums, interpret=self.interpret)
+            # Threads have read the codes by ordinary loads, which a copy into the stage must not overtake.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs["free"].at[slot])
+            # Behind the fence, which waits for all loads before it.
+            return sums, factors if by_row else factors_of(turn + 1)
+
+        zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), WGMMA)
+        carry = zeros, factors_of(jnp.int32(0))
+        sums, factors = lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, carry)
+        return sums * over_columns(factors[0][0], width) if by_row else sums
 
     def store(self, warpgroup: Array, sums: Array, column: Array, row: Array) -> None:
         """Runs the epilogue of few rows on one window of rows after the other."""

@@ -18,12 +18,13 @@ from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import OTHER_BYTES, PADDING
 
-# 16-bit elements in the widest swizzle, the chunk of a turn.
+# Columns of x in the widest swizzle, the chunk of a turn.
 PIECE = 64
 # Rows of x whose sums are in shared memory at once.
 WINDOW = 32
 # Most blocks of a cluster, consumer warpgroups, and columns (N) of one wgmma, whose sums take 128 registers per thread.
-_MOST_CLUSTER, _MOST_CONSUMERS, _MOST_ROWS, _MOST_ROWS_OF_168 = 2, 2, 256, 224
+_MOST_CLUSTER, _MOST_CONSUMERS, _MOST_ROWS = 2, 2, 256
+_MOST_ROWS_OF_168, _MOST_WIDENED_OF_168 = 224, 160
 # Most stages; more do not increase the bandwidth.
 _MOST_STAGES = 10
 # Multiply-adds of 16 bits per clock of an SM's tensor cores.
@@ -57,12 +58,14 @@ class Tiling:
     @classmethod
     def by_rule(cls, geometry: Geometry, rows: int) -> "Tiling":
         """Returns the tiling of `rows` rows that an estimate of tensor-core and L2 time prefers."""
-        # More rows would spill registers where consumers have no more than the producer (168).
-        most = _MOST_ROWS if honours_register_requests() else _MOST_ROWS_OF_168
+        most = _MOST_ROWS
+        if not honours_register_requests():
+            # More rows would spill registers where consumers have no more than the producer (168).
+            most = _MOST_ROWS_OF_168 if geometry.packing is None else _MOST_WIDENED_OF_168
         counts = range(ceil(rows / most), ceil(rows / WGMMA_ROWS) + 1)
         sizes = sorted({ceil(rows / (count * WINDOW)) * WINDOW for count in counts}, reverse=True)
         found = [
-            cls._of_size(size, consumers, cluster)
+            cls._of_size(geometry, size, consumers, cluster)
             for cluster in range(1, _MOST_CLUSTER + 1)
             for consumers in range(_MOST_CONSUMERS, 0, -1)
             for size in sizes
@@ -71,10 +74,11 @@ class Tiling:
         return min(able, key=lambda tiling: tiling.clocks(geometry, rows))
 
     @classmethod
-    def _of_size(cls, rows: int, consumers: int, cluster: int) -> "Tiling":
+    def _of_size(cls, geometry: Geometry, rows: int, consumers: int, cluster: int) -> "Tiling":
         """Returns a tiling with as many stages as shared memory holds."""
         empty = cls(rows, consumers, 0, cluster)
-        slots = (SHARED_BYTES_PER_BLOCK - empty.shared_bytes()) // empty.slot_bytes()
+        room = SHARED_BYTES_PER_BLOCK - empty.shared_bytes(geometry)
+        slots = room // empty.slot_bytes(geometry)
         return replace(empty, stages=min(slots, _MOST_STAGES))
 
     def refusal(self, geometry: Geometry) -> str | None:
@@ -91,8 +95,8 @@ class Tiling:
             return f"a tile of {self.columns(geometry)} columns is wider than the result, {geometry.out}"
         if self.stages < 2 or self.blocks < self.cluster:
             return f"a tiling needs at least two stages and one cluster, got {self}"
-        if self.shared_bytes() > SHARED_BYTES_PER_BLOCK:
-            return f"it needs {self.shared_bytes()} bytes of shared memory"
+        if self.shared_bytes(geometry) > SHARED_BYTES_PER_BLOCK:
+            return f"it needs {self.shared_bytes(geometry)} bytes of shared memory"
         return None
 
     @property
@@ -140,16 +144,21 @@ class Tiling:
         """
         grid = self.grid(geometry, rows)
         multiply = self.height * self.rows * PIECE / _PRODUCTS
-        arrive = self.slot_bytes() / _BYTES_OF_ONE
-        read = 2 * PIECE * (self.cluster * self.height + self.rows) * grid / _BYTES_OF_ALL
+        arrive = self.slot_bytes(geometry) / _BYTES_OF_ONE
+        weight, x = self.weight_bytes(geometry), 2 * PIECE * self.rows
+        read = (self.cluster * weight + x) * grid / _BYTES_OF_ALL
         return ceil(self.tiles(geometry, rows) / grid) * max(multiply, arrive, read)
 
-    def slot_bytes(self) -> int:
-        """Returns the bytes of one stage."""
-        return 2 * PIECE * (self.height + self.rows)
+    def weight_bytes(self, geometry: Geometry) -> int:
+        """Returns the bytes of the weight in one stage."""
+        return self.height * PIECE * geometry.bits // 8
 
-    def shared_bytes(self) -> int:
+    def slot_bytes(self, geometry: Geometry) -> int:
+        """Returns the bytes of one stage."""
+        return self.weight_bytes(geometry) + 2 * PIECE * self.rows
+
+    def shared_bytes(self, geometry: Geometry) -> int:
         """Returns the shared memory of one block in bytes."""
         sums = 4 * self.height * (WINDOW + PADDING)
         sums = ceil(sums / SHARED_ALIGNMENT) * SHARED_ALIGNMENT
-        return self.stages * self.slot_bytes() + sums + OTHER_BYTES
+        return self.stages * self.slot_bytes(geometry) + sums + OTHER_BYTES

@@ -74,3 +74,11 @@ def exact(weight):
     else:
         numbers = codes.astype(np.float64)
     return numbers * np.repeat(np.asarray(weight.scales, np.float64), group, -1)
+
+
+def rounded(weight, dtype=ml_dtypes.bfloat16):
+    """Returns the weight in float64, as the product of many rows has it: rounded to x's dtype if groups have scales."""
+    wide = exact(weight)
+    if weight.scales.shape[-1] == 1:
+        return wide
+    return wide.astype(np.float32).astype(dtype).astype(np.float64)

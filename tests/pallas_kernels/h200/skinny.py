@@ -47,7 +47,7 @@ def programs():
 
         return run, (x, weight, squares, norms, *residual)
 
-    def in_few_bits(name, kind):
+    def in_few_bits(name, kind, rows=None):
         """Returns the product with a weight in 8 or 4 bits."""
         case, (code, group, scales, has_zeros) = cases[name], KINDS[kind]
         weights = case.out * (2 if case.gated else 1)
@@ -61,7 +61,7 @@ def programs():
             None,
             code,
         )
-        x = jax.ShapeDtypeStruct((case.rows, case.inner), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((rows or case.rows, case.inner), jnp.bfloat16)
         options = MatmulOptions(case.activation, case.gated)
         return lambda x, weight: mosaic_gpu.skinny_matmul(MatmulArrays(weight, x), options), (
             x,
@@ -90,4 +90,13 @@ def programs():
             ("8b-o-b16", "mxfp4"),
         )
     }
-    return {name: multiply(name) for name in names} | uneven | ordered | few
+    many = {
+        f"{name} {kind}, {rows} rows": in_few_bits(name, kind, rows)
+        for name, kind, rows in (
+            ("8b-down-b64", "e4m3 by row", 2048),
+            ("8b-down-b64", "int8 by 32", 320),
+            ("8b-gate-up-b64", "int4 by 128, zeros", 2048),
+            ("8b-o-b64", "mxfp4", 96),
+        )
+    }
+    return {name: multiply(name) for name in names} | uneven | ordered | few | many

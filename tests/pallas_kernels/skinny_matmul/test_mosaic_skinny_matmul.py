@@ -24,7 +24,7 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.mosaic_tiling import Tiling
 from pallas_kernels.tuning import trying
 from tests.pallas_kernels.contract import bits, by_name, device
-from tests.pallas_kernels.few_bits import drawn, exact
+from tests.pallas_kernels.few_bits import drawn, exact, rounded
 from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle
 from tests.tolerances import assert_output
 
@@ -306,6 +306,42 @@ def test_interpreted_weights_in_few_bits_are_exact(kind, cut, races):
     wide, exactly = x.astype(np.float64), exact(weight)
     error = np.abs(np.asarray(found, np.float64) - wide @ exactly.T)
     assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(exactly).T))
+    assert not races()
+
+
+# A scale per row, and of groups that are shorter than a turn or not, with and without zero points; two consumers,
+# several tiles per block, clusters, a last tile of fewer rows and columns.
+MANY_ROWS_IN_FEW_BITS = {
+    "e4m3 by row": (70, 128, 128, None),
+    "int4 by 64, zeros": (100, 192, 128, (64, 2, 2, 1, 1)),
+    "int8 by 32": (66, 128, 128, (32, 1, 3, 2, 2)),
+    "mxfp4": (70, 128, 136, (96, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", MANY_ROWS_IN_FEW_BITS)
+def test_interpreted_many_rows_widen_weights_in_few_bits_exactly(kind, races):
+    """With hostile scales; scaled numbers of groups are rounded to x's dtype once."""
+    rows, inner, out, tiling = MANY_ROWS_IN_FEW_BITS[kind]
+    weight = drawn(kind, (out,), inner, hostile=True)
+    x = np.random.default_rng(1).normal(size=(rows, inner)).astype(jnp.bfloat16)
+    given = jax.tree.map(jnp.asarray, {"weight": weight, "x": x})
+    options = {} if tiling is None else {"tiling": Tiling(*tiling)}
+    found = multiply(**given, result="float32", interpret=True, **options)
+    wide, weights = x.astype(np.float64), rounded(weight)
+    error = np.abs(np.asarray(found, np.float64) - wide @ weights.T)
+    assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(weights).T))
+    # A last tile that is shifted so that it is whole stores its neighbour's columns again.
+    assert out % 128 or not races()
+
+
+def test_interpreted_many_rows_of_a_gated_weight_in_few_bits_have_the_scales_of_both_halves(races):
+    """With every part of the epilogue that a prompt's product has."""
+    case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)
+    weight = drawn("int4 by 128, zeros", (128,), 256)
+    inputs = case.inputs(1) | {"weight": weight}
+    result = multiply(**device(inputs), tiling=Tiling(96, 2, 2), interpret=True)
+    assert_output(result, oracle(inputs | {"weight": rounded(weight)}), "bfloat16")
     assert not races()
 
 
