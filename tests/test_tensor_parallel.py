@@ -187,8 +187,11 @@ def test_programs_update_each_devices_part_in_its_memory(pair):
     programs = list(runner.programs.manifest())
     assert {program.spec.kind for program in programs} >= {"prefill", "decode"}
     for program in programs:
-        assert program.report.alias_bytes == program.report.cache_bytes == per_device
-        assert not program.report.problems
+        report = program.report
+        assert report.alias_bytes == report.cache_bytes
+        # A sampler that other tests compiled updates the counts of tokens alone.
+        assert report.cache_bytes == per_device or program.spec.kind not in ("prefill", "decode")
+        assert not report.problems
 
 
 def test_a_warmed_up_strict_llm_compiles_nothing(folder, single):

@@ -58,6 +58,10 @@ def check_few_bits(name: str, weight: FewBits) -> None:
         raise ValueError(
             f"{name}.scales must be those of equally many columns each, got {groups} for {inner} columns"
         )
+    if weight.rounds_rows and (weight.code != "float8_e4m3fn" or groups != 1):
+        raise ValueError(
+            f"{name}.rounds_rows needs codes of float8_e4m3fn with one scale per row, got {weight.code} with {groups}"
+        )
     if weight.zeros is not None:
         if weight.code != "int4" or weight.zeros.dtype != jnp.uint8:
             raise ValueError(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.fixed_order import by_row_tiles
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.quantise import largest_of, scales_of, stored
 
 MOST_WIDENED = 2**22
 """Most numbers of a weight that are widened at once: 8 MB in 16 bits."""
@@ -57,6 +58,18 @@ def ordered(
 ) -> Shaped[Array, "rows inner"]:
     """Returns the columns of x in the order of a weight's columns."""
     return x if order is None else jnp.take(x, order, axis=1, mode="clip")
+
+
+def rounded_rows(
+    x: Float[Array, "rows inner"],
+) -> tuple[Float[Array, "rows inner"], Float[Array, " rows"]]:
+    """Returns the rows in float8_e4m3fn and their float32 scales; the largest of a row becomes 448.
+
+    A row that holds NaN or infinity gets a NaN scale.
+    """
+    wide = x.astype(jnp.float32)
+    scales = scales_of(largest_of(wide), jnp.float8_e4m3fn)
+    return stored(wide, scales[:, None], jnp.float8_e4m3fn), scales
 
 
 def _whole(weight: FewBits, x: Float[Array, "rows inner"]) -> Float[Array, "rows out"]:

@@ -10,7 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_few_bits, check_shape
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
+from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
@@ -53,7 +55,8 @@ def skinny_matmul(
             rows of all gates, then as many others. In x's dtype, or in 8 or 4 bits as `FewBits`, which is read as it
             lies: the kernel widens it in registers and "xla" a few rows at a time. With several scales per row "xla",
             and the kernel for more than 64 rows, round the widened numbers to x's dtype; all else is exact. The kernel
-            takes the codes of NaN in e4m3 for 480.
+            takes the codes of NaN in e4m3 for 480. If it has `rounds_rows`, more than 64 rows of x are rounded to e4m3
+            too, unless under the fixed order.
         x: rows of any floating dtype. If the weight has an `order`, their columns are permuted by it.
         bias: one value per row of the weight, added before the activation.
         residual: added last.
@@ -88,7 +91,8 @@ def skinny_matmul(
     # `None` is an empty pytree, so absent arguments stay `None`.
     arrays = MatmulArrays(**jax.tree.map(jnp.asarray, given | {"weight": weight, "x": x}))
     if isinstance(arrays.weight, FewBits):
-        weight = replace(arrays.weight, order=None)
+        rounds = arrays.weight.rounds_rows and rounds_rows(arrays.x)
+        weight = replace(arrays.weight, order=None, rounds_rows=rounds)
         arrays = arrays._replace(weight=weight, x=ordered(arrays.x, arrays.weight.order))
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options), "xla": lambda: None}
     if mosaic_gpu.refusal(arrays, options) is not None:
@@ -98,6 +102,15 @@ def skinny_matmul(
     if chosen == "mosaic_gpu" and x.shape[0]:
         return mosaic_gpu.skinny_matmul(arrays, options)
     return xla.skinny_matmul(arrays, options)
+
+
+def rounds_rows(x: ArrayOrStruct) -> bool:
+    """Whether products round these rows of x to 8 bits where a weight asks for it (`FewBits.rounds_rows`).
+
+    Few rows are not rounded: reading the weight takes longer than multiplying. Nor are rows under the fixed order of
+    sums, whose products are the same in calls of any size, and rows of float32.
+    """
+    return len(x.shape) == 2 and x.shape[0] > MOST_ROWS and x.dtype.itemsize == 2 and not is_fixed()
 
 
 def _check(

@@ -36,6 +36,7 @@ class Ending:
         has_residual: whether a residual is added, last.
         weighs: whether the result times the next norm's weights, and the sums of its squares, are outputs as well.
         norm_row: row of the array of norms' weights.
+        scales_rows: whether each row of x has a scale of its own; with many rows alone, see `has_factors`.
     """
 
     result: DTypeLike
@@ -46,12 +47,18 @@ class Ending:
     has_residual: bool = False
     weighs: bool = False
     norm_row: int = 0
+    scales_rows: bool = False
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether each row's sums are multiplied: by its reciprocal root mean square, by its scale, or by both."""
+        return self.norm_eps is not None or self.scales_rows
 
     @property
     def inputs(self) -> list[str]:
         """Names of its input arrays, in order."""
         names = {
-            "squares": self.norm_eps is not None,
+            "squares": self.has_factors,
             "bias": self.has_bias,
             "residual": self.has_residual,
             "next_norm": self.weighs,
@@ -156,7 +163,7 @@ class End:
             tile = self.refs["sums"].at[columns, of_fold].transpose((1, 0))
             found.append(load(tile, piece.layout))
         total = sum(found[1:], found[0])
-        if self.ending.norm_eps is not None:
+        if self.ending.has_factors:
             factors = load(self.refs["factors"].at[rows], piece.layout.reduce(1))
             total *= broadcast(factors, total.shape, 0, piece.layout)
         return total

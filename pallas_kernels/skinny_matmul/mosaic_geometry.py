@@ -14,8 +14,8 @@ from pallas_kernels.mosaic.few_bits_turn import Packing
 from pallas_kernels.mosaic.tiles import swizzle_of
 
 MOST_ROWS = 64
-# Columns of x that a row of a swizzled tile has, so that a piece has a multiple of them.
-_COLUMNS = 64
+# Bytes of a row of x in a swizzled tile.
+_SWIZZLE = 128
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Geometry:
         gated: whether the weight has two rows for each column, those of the gates first.
         dtype: dtype of x.
         packing: form of a weight in few bits; `None` for one of x's dtype.
+        rounds_rows: whether x is rounded to float8_e4m3fn, so that codes are multiplied as they lie.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Geometry:
     gated: bool
     dtype: DTypeLike
     packing: Packing | None = None
+    rounds_rows: bool = False
 
     @classmethod
     def of(cls, weight: ArrayOrStruct | FewBits, x: ArrayOrStruct, *, gated: bool) -> "Geometry":
@@ -46,7 +48,8 @@ class Geometry:
         packing = Packing.of(weight) if isinstance(weight, FewBits) else None
         any_number = packing is not None or is_fixed()
         rows = min(x.shape[0], MOST_ROWS) if any_number else x.shape[0]
-        return cls(rows, out, x.shape[1], gated, x.dtype, packing)
+        rounds = isinstance(weight, FewBits) and weight.rounds_rows
+        return cls(rows, out, x.shape[1], gated, x.dtype, packing, rounds)
 
     def refusal(self) -> str | None:
         """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
@@ -54,13 +57,23 @@ class Geometry:
             return f"x must be bfloat16 or float16, got {self.dtype}"
         if self.rows > MOST_ROWS:
             return f"at most {MOST_ROWS} rows, got {self.rows}"
-        if self.inner % _COLUMNS:
-            return f"the inner size must be a multiple of {_COLUMNS}, got {self.inner}"
+        if self.inner % self.turn:
+            return f"the inner size must be a multiple of {self.turn}, got {self.inner}"
         if self.packing is not None and (problem := self.packing.refusal()) is not None:
             return problem
         if self.out % ROW_TILE or self.out < WGMMA_ROWS:
             return f"the result must have a multiple of {ROW_TILE} columns, at least {WGMMA_ROWS}, got {self.out}"
         return None
+
+    @property
+    def multiplied(self) -> DTypeLike:
+        """Dtype of x as it is multiplied."""
+        return jnp.float8_e4m3fn if self.rounds_rows else self.dtype
+
+    @property
+    def turn(self) -> int:
+        """Columns of x that a row of a swizzled tile has, of which a piece has a multiple."""
+        return _SWIZZLE // jnp.dtype(self.multiplied).itemsize
 
     @property
     def bits(self) -> int:

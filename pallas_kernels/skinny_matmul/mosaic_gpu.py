@@ -17,6 +17,7 @@ from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits_product import rounded_rows
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
@@ -77,6 +78,7 @@ def skinny_matmul(
         has_residual=residual is not None,
         weighs=next_norm is not None and whole,
         norm_row=options.norm_row,
+        scales_rows=geometry.rounds_rows,
     )
     extras = {
         "squares": squares,
@@ -154,14 +156,18 @@ def multiply_many_rows(
     """Runs the kernel for many rows; `part` is the columns over which the squares of a row are added up."""
     rows, padded_rows = len(x), ceil(len(x) / WINDOW) * WINDOW
     x, extras = _padded(x, extras, padded_rows)
+    factors = None
+    if extras["squares"] is not None:
+        factors = row_factors(extras["squares"], geometry, ending, interpret=interpret)
+    if ending.scales_rows:
+        x, scales = rounded_rows(x)
+        factors = scales if factors is None else factors * scales
     if interpret:
         # The interpreter's copies do not fill rows past the end.
         missing = tiling.row_tiles(padded_rows) * tiling.rows - padded_rows
         x = jnp.pad(x, ((0, missing), (0, 0)))
+    extras["squares"] = factors
     inputs = {name: extras[name] for name in ending.inputs}
-    squares = inputs.get("squares")
-    if squares is not None:
-        inputs["squares"] = row_factors(squares, geometry, ending, interpret=interpret)
     kernel = ManyRowsKernel(geometry, padded_rows, tiling, ending, part).build(interpret)
     return _first_rows(kernel(*jax.tree.leaves(weight), x, *inputs.values()), rows)
 

@@ -7,7 +7,8 @@ persistent: the producer proceeds to the next tile while the consumers store.
 
 A weight in few bits is widened in registers, once for all rows of a tile: while one consumer widens, the other's
 product runs. A scale for a whole row multiplies the sums. Scales of groups multiply the widened numbers, which are
-rounded to x's dtype, since a second accumulator would not fit into the registers.
+rounded to x's dtype, since a second accumulator would not fit into the registers. Rows of x that are rounded to e4m3
+are multiplied with codes of e4m3 as they lie, at twice the rate; each row's scale multiplies its sums.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_join import rows_of
 from pallas_kernels.skinny_matmul.mosaic_schedule import PADDING, Schedule
-from pallas_kernels.skinny_matmul.mosaic_tiling import PIECE, WINDOW, Tiling
+from pallas_kernels.skinny_matmul.mosaic_tiling import WINDOW, Tiling
 
 # Registers per thread (setmaxnreg) of two consumers and a producer, 504 in total; each warpgroup starts with 168.
 _CONSUMED, _PRODUCED = 232, 40
@@ -107,8 +108,8 @@ class ManyRowsKernel:
             # A copy of x fills a stage of all blocks, so all must have released it.
             barrier = partial(plgpu.ClusterBarrier, collective_axes=(_RANK,))
         return {
-            "weights": slots(t.height, g.stored(PIECE), stored),
-            "inputs": slots(t.rows, PIECE, g.dtype),
+            "weights": slots(t.height, g.stored(g.turn), stored),
+            "inputs": slots(t.rows, g.turn, g.multiplied),
             "sums": plgpu.SMEM((t.consumers, WGMMA_ROWS, WINDOW + PADDING), jnp.float32),
             "arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=t.stages),
             "free": barrier(num_arrivals=t.consumers, num_barriers=t.stages),
@@ -141,7 +142,7 @@ class _Block:
     def __init__(self, kernel: ManyRowsKernel, refs: Mapping[str, Ref], interpret: bool) -> None:
         self.kernel, self.refs, self.interpret = kernel, refs, interpret
         self.geometry, self.tiling = kernel.geometry, kernel.tiling
-        self.turns = self.geometry.inner // PIECE
+        self.turns = self.geometry.inner // self.geometry.turn
         self.number = lax.axis_index("cluster")
         self.rank = lax.axis_index(_RANK) if self.tiling.cluster > 1 else jnp.int32(0)
         self.grid = self.tiling.grid(self.geometry, kernel.rows)
@@ -200,8 +201,8 @@ class _Block:
     def fetch(self, slot: Array, column: Array, row: Array, turn: Array) -> None:
         """Starts the copies of one chunk; each consumer's rows of the weight are adjacent, gates before the others."""
         g, t, refs = self.geometry, self.tiling, self.refs
-        inner = pl.ds(pl.multiple_of(turn * PIECE, PIECE), PIECE)
-        stored = g.stored(PIECE)
+        inner = pl.ds(pl.multiple_of(turn * g.turn, g.turn), g.turn)
+        stored = g.stored(g.turn)
         octets = pl.ds(pl.multiple_of(turn * stored, stored), stored)
         arrived = refs["arrived"].at[slot]
         # Without gates one copy has the rows of all consumers.
@@ -229,10 +230,18 @@ class _Block:
             column, row = self.find(index)
             own = self.tiling.own_columns(self.geometry)
             column = pl.multiple_of(column + warpgroup * own, ROW_TILE)
-            if self.geometry.packing is None:
+            packing = self.geometry.packing
+            if packing is None:
                 sums = self.multiply(warpgroup, index)
             else:
-                sums = self.multiply_few_bits(warpgroup, index, column, self.geometry.packing)
+                rows = self.rows_of_weight(column)
+                if self.geometry.rounds_rows:
+                    sums = self.multiply(warpgroup, index)
+                else:
+                    sums = self.multiply_few_bits(warpgroup, index, rows, packing)
+                if packing.groups == 1:
+                    scales = self.factors_of(rows, jnp.int32(0), packing)[0][0]
+                    sums *= over_columns(scales, self.tiling.rows)
             self.store(warpgroup, sums, column, row)
             return carry
 
@@ -266,33 +275,36 @@ class _Block:
 
         return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, self.tiling.rows), jnp.float32))
 
-    def multiply_few_bits(
-        self, warpgroup: Array, index: Array, column: Array, packing: Packing
-    ) -> Array:
-        """Returns the same sums of a weight in few bits, whose rows begin with that of `column`."""
-        g, refs, width = self.geometry, self.refs, self.tiling.rows
-        arrays = {name: refs[name] for name in packing.names}
-        own, by_row = self.tiling.own_columns(g), packing.groups == 1
+    def rows_of_weight(self, column: Array) -> Array:
+        """Returns the rows of the weight, in the layout `PER_ROW`, that a consumer multiplies for the columns."""
+        own = self.tiling.own_columns(self.geometry)
         row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=PER_ROW)
         # Powers of two.
         part = lax.shift_right_logical(row, jnp.int32(own.bit_length() - 1))
-        rows = column + (row & (own - 1)) + part * g.out
-        span = packing.span(PIECE)
+        return column + (row & (own - 1)) + part * self.geometry.out
 
-        def factors_of(turn: Array) -> list[Factors]:
-            first = row * 0 + turn * PIECE
-            return turn_factors(arrays, rows, first, PIECE, packing, interpret=self.interpret)
+    def factors_of(self, rows: Array, turn: Array, packing: Packing) -> list[Factors]:
+        """Loads the scales, and the zero points if there are any, of rows of the weight in a turn."""
+        arrays, columns = {name: self.refs[name] for name in packing.names}, self.geometry.turn
+        first = rows * 0 + turn * columns
+        return turn_factors(arrays, rows, first, columns, packing, interpret=self.interpret)
+
+    def multiply_few_bits(
+        self, warpgroup: Array, index: Array, rows: Array, packing: Packing
+    ) -> Array:
+        """Returns the sums of a tile whose codes are widened; a scale for a whole row does not multiply them yet."""
+        refs, columns, by_row = self.refs, self.geometry.turn, packing.groups == 1
+        own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+        span = packing.span(columns)
 
         def process_turn(
             turn: Array, carry: tuple[Array, list[Factors]]
         ) -> tuple[Array, list[Factors]]:
             sums, factors = carry
-            step = index * self.turns + turn
-            slot = self.slot(step)
+            slot = self.slot(index * self.turns + turn)
             plgpu.barrier_wait(refs["arrived"].at[slot])
-            height = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
-            codes, x = refs["weights"].at[slot, height], refs["inputs"].at[slot]
-            for place in range(PIECE // span):
+            codes, x = refs["weights"].at[slot, own], refs["inputs"].at[slot]
+            for place in range(columns // span):
                 scales, *zeros = factors[place % len(factors)]
                 sums = start_product(
                     codes,
@@ -310,12 +322,11 @@ class _Block:
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs["free"].at[slot])
             # Behind the fence, which waits for all loads before it.
-            return sums, factors if by_row else factors_of(turn + 1)
+            return sums, factors if by_row else self.factors_of(rows, turn + 1, packing)
 
-        zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), WGMMA)
-        carry = zeros, factors_of(jnp.int32(0))
-        sums, factors = lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, carry)
-        return sums * over_columns(factors[0][0], width) if by_row else sums
+        zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, self.tiling.rows), jnp.float32), WGMMA)
+        carry = zeros, self.factors_of(rows, jnp.int32(0), packing)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, carry)[0]
 
     def store(self, warpgroup: Array, sums: Array, column: Array, row: Array) -> None:
         """Runs the epilogue of few rows on one window of rows after the other."""
@@ -336,7 +347,7 @@ class _Block:
         # The squares of each part are added up by themselves.
         width = min(own, k.part) if k.ending.weighs else own
         refs = dict(self.refs)
-        if k.ending.norm_eps is not None:
+        if k.ending.has_factors:
             refs["factors"] = refs["factors"].at[pl.ds(row, WINDOW)]
         window = replace(g, rows=WINDOW)
         for start in range(0, own, width):

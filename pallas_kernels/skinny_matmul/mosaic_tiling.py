@@ -18,8 +18,8 @@ from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import OTHER_BYTES, PADDING
 
-# Columns of x in the widest swizzle, the chunk of a turn.
-PIECE = 64
+# Bytes of a row of x in the widest swizzle, the chunk of a turn.
+_CHUNK = 128
 # Rows of x whose sums are in shared memory at once.
 WINDOW = 32
 # Most blocks of a cluster, consumer warpgroups, and columns (N) of one wgmma, whose sums take 128 registers per thread.
@@ -27,8 +27,8 @@ _MOST_CLUSTER, _MOST_CONSUMERS, _MOST_ROWS = 2, 2, 256
 _MOST_ROWS_OF_168, _MOST_WIDENED_OF_168 = 224, 160
 # Most stages; more do not increase the bandwidth.
 _MOST_STAGES = 10
-# Multiply-adds of 16 bits per clock of an SM's tensor cores.
-_PRODUCTS = 2048
+# Bytes of x times rows of the weight that an SM's tensor cores multiply per clock: 2048 products of 16 bits.
+_PRODUCTS = 4096
 # Bytes per clock from L2 that one SM reads at most, and that all SMs read together.
 _BYTES_OF_ONE, _BYTES_OF_ALL = 64, 5400
 # Rows of x whose tiles are adjacent, so that these rows stay in L2 while the weight is read once.
@@ -143,19 +143,19 @@ class Tiling:
         cluster reads the rows of x once.
         """
         grid = self.grid(geometry, rows)
-        multiply = self.height * self.rows * PIECE / _PRODUCTS
+        multiply = self.height * self.rows * _CHUNK / _PRODUCTS
         arrive = self.slot_bytes(geometry) / _BYTES_OF_ONE
-        weight, x = self.weight_bytes(geometry), 2 * PIECE * self.rows
+        weight, x = self.weight_bytes(geometry), _CHUNK * self.rows
         read = (self.cluster * weight + x) * grid / _BYTES_OF_ALL
         return ceil(self.tiles(geometry, rows) / grid) * max(multiply, arrive, read)
 
     def weight_bytes(self, geometry: Geometry) -> int:
         """Returns the bytes of the weight in one stage."""
-        return self.height * PIECE * geometry.bits // 8
+        return self.height * geometry.turn * geometry.bits // 8
 
     def slot_bytes(self, geometry: Geometry) -> int:
         """Returns the bytes of one stage."""
-        return self.weight_bytes(geometry) + 2 * PIECE * self.rows
+        return self.weight_bytes(geometry) + _CHUNK * self.rows
 
     def shared_bytes(self, geometry: Geometry) -> int:
         """Returns the shared memory of one block in bytes."""

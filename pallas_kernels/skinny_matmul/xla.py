@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.fixed_order import by_row_tiles
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.formats.few_bits_product import product
+from pallas_kernels.formats.few_bits_product import product, rounded_rows
 from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
@@ -26,11 +26,14 @@ def skinny_matmul(
     wanted = x.dtype if options.result is None else jnp.dtype(options.result)
 
     summed = wanted if squares is None else jnp.dtype(jnp.float32)
-    total = (
-        product(weight, x, result=summed)
-        if isinstance(weight, FewBits)
-        else by_row_tiles(partial(_multiply, weight, summed), x)
-    )
+    if not isinstance(weight, FewBits):
+        total = by_row_tiles(partial(_multiply, weight, summed), x)
+    elif weight.rounds_rows:
+        codes, scales = rounded_rows(x)
+        # Codes of e4m3 are exact in x's dtype.
+        total = product(weight, codes.astype(x.dtype)) * scales[:, None]
+    else:
+        total = product(weight, x, result=summed)
     if squares is not None:
         total *= inverse_root(squares, x.shape[1], options.norm_eps)
     total = total.astype(wanted)

@@ -100,8 +100,9 @@ KERNELS = {
     # The logits are in the second program.
     IN_TWO[0]: 6,
     "prefill": 2 * 2 + 1,
-    # With a fixed order of sums, prompts have the kernels of decode steps.
-    INVARIANT: 6 + 1,
+    # With a fixed order of sums, prompts have the kernels of decode steps, and one for the factors of a row in the norm
+    # before gate and up.
+    INVARIANT: 6 + 1 + 1,
     # So have the few tokens of steps that verify drafts.
     VERIFY[0]: 6 + 1,
     VERIFY[1]: 6 + 1,

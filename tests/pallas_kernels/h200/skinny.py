@@ -48,7 +48,8 @@ def programs():
         return run, (x, weight, squares, norms, *residual)
 
     def in_few_bits(name, kind, rows=None):
-        """Returns the product with a weight in 8 or 4 bits."""
+        """Returns the product with a weight in 8 or 4 bits; "rows too" rounds those of x."""
+        kind, *rounds = kind.split(", rows ")
         case, (code, group, scales, has_zeros) = cases[name], KINDS[kind]
         weights = case.out * (2 if case.gated else 1)
         groups = case.inner // (group or case.inner)
@@ -60,6 +61,7 @@ def programs():
             shape(jnp.uint8) if has_zeros else None,
             None,
             code,
+            rounds_rows=bool(rounds),
         )
         x = jax.ShapeDtypeStruct((rows or case.rows, case.inner), jnp.bfloat16)
         options = MatmulOptions(case.activation, case.gated)
@@ -94,6 +96,7 @@ def programs():
         f"{name} {kind}, {rows} rows": in_few_bits(name, kind, rows)
         for name, kind, rows in (
             ("8b-down-b64", "e4m3 by row", 2048),
+            ("8b-gate-up-b64", "e4m3 by row, rows too", 2048),
             ("8b-down-b64", "int8 by 32", 320),
             ("8b-gate-up-b64", "int4 by 128, zeros", 2048),
             ("8b-o-b64", "mxfp4", 96),

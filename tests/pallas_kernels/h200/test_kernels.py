@@ -17,7 +17,7 @@ PROGRAMS = {
     },
     "rest": {
         **{"choices": 3, "decode": 6, "grouped": 4, "ragged": 3},
-        **{"skinny": 22, "states": 5, "writes": 3},
+        **{"skinny": 23, "states": 5, "writes": 3},
     },
 }
 
@@ -149,9 +149,12 @@ def test_skinny_matmul_spills_no_register_and_its_products_overlap(skinny):
 
 
 def test_skinny_matmul_copies_no_weight(skinny):
-    """The least of them has 6 MiB; what splits found is smaller. Many rows are padded to 32: 10 beside 32 MiB."""
+    """The least of them has 6 MiB; what splits found is smaller. Many rows are padded to 32: 10 beside 32 MiB.
+
+    Rows that are rounded to 8 bits have 8 beside 112 MiB.
+    """
     for name, report in skinny.items():
-        limit = 16 if "in a fixed order" in name else 5
+        limit = 16 if "in a fixed order" in name else 9 if "rows too" in name else 5
         assert report["temp_bytes"] < limit * 2**20, name
 
 

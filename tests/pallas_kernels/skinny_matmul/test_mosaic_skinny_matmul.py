@@ -24,7 +24,7 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.mosaic_tiling import Tiling
 from pallas_kernels.tuning import trying
 from tests.pallas_kernels.contract import bits, by_name, device
-from tests.pallas_kernels.few_bits import drawn, exact, rounded
+from tests.pallas_kernels.few_bits import drawn, exact, rounded, rounded_rows
 from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle
 from tests.tolerances import assert_output
 
@@ -333,6 +333,22 @@ def test_interpreted_many_rows_widen_weights_in_few_bits_exactly(kind, races):
     assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(weights).T))
     # A last tile that is shifted so that it is whole stores its neighbour's columns again.
     assert out % 128 or not races()
+
+
+@pytest.mark.parametrize("tiling", [None, (64, 2, 2, 1, 1)])
+def test_interpreted_rounded_rows_are_multiplied_with_codes_as_they_lie(tiling, races):
+    """With a norm before the product, whose factors multiply the scales of the rows."""
+    weight = replace(drawn("e4m3 by row", (128,), 256), rounds_rows=True)
+    x = np.random.default_rng(1).normal(size=(100, 256)).astype(jnp.bfloat16)
+    squares = np.linspace(0.1, 0.9, 2 * 100, dtype=np.float32).reshape(2, 100) * 256
+    given = {"weight": weight, "x": x, "squares": squares, "norm_eps": 0.5, "result": "float32"}
+    options = {} if tiling is None else {"tiling": Tiling(*tiling)}
+    found = multiply(**device(given), interpret=True, **options)
+    root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)[:, None]
+    wide, weights = rounded_rows(x) / root, exact(weight)
+    error = np.abs(np.asarray(found, np.float64) - wide @ weights.T)
+    assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(weights).T))
+    assert not races()
 
 
 def test_interpreted_many_rows_of_a_gated_weight_in_few_bits_have_the_scales_of_both_halves(races):
