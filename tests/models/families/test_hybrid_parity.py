@@ -164,7 +164,8 @@ def test_tokens_behind_drafts_are_those_of_transformers(made, name, rightness):
     engine.speculation.drafter = Guesser(
         random.Random(0), rightness, lambda request: answers[request.prompt], model.vocab_size
     )
-    tokens = case.prompt(30)
+    # What Falcon-H1 says to the first prompt has a near tie.
+    tokens = case.prompt(30, offset=2 if name == "falcon-h1" else 0)
     for at in range(2):
         tokens = tokens + case.prompt(7, offset=1) * at
         wanted, lead = cases.greedy(theirs, tokens, 16)
