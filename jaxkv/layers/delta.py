@@ -1,6 +1,7 @@
 """The gated delta mixer (Yang et al., Gated Delta Networks): projections, short convolution, delta rule, gated norm."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -45,8 +46,9 @@ def gated_delta_mixer(
     Returns:
         The layer's states after the step, and the mixer's output.
     """
-    projected = linear(params["delta_in"], x)
-    shares, rates = jnp.split(linear(params["delta_gates"], x), 2, axis=1)
+    run = partial(linear, implementation=implementation)
+    projected = run(params["delta_in"], x)
+    shares, rates = jnp.split(run(params["delta_gates"], x), 2, axis=1)
     convolved, conv = convolve(
         params, layer_cache, projected, batch, tables, writes=writes, implementation=implementation
     )
@@ -72,5 +74,5 @@ def gated_delta_mixer(
         gate_first=False,
         eps=norm_eps,
     )
-    out = linear(params["delta_out"], normed.reshape(x.shape[0], delta.width))
+    out = run(params["delta_out"], normed.reshape(x.shape[0], delta.width))
     return {"conv": conv, "delta": state}, out

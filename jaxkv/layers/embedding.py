@@ -26,7 +26,7 @@ def unembed(
     *,
     implementation: str | None = "xla",
 ) -> Float[Array, "rows vocab"]:
-    """Returns float32 logits for any dtype of the table; `implementation` as in `linear`."""
+    """Returns float32 logits for any dtype of the table, on a family of implementations; `None` for the best."""
     if implementation != "xla":
         return matmul(table, hidden, result=jnp.float32, implementation=implementation)
     return project(table, hidden, result=jnp.float32)

@@ -33,7 +33,7 @@ def gated_feed_forward(
     activation: str,
     gate_multiplier: float = 1.0,
     joining: Joining | None = None,
-    implementation: str | None = "xla",
+    implementation: str | None,
 ) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if a norm follows
     """Computes `down(activation(gate(x)) * up(x))`.
 
@@ -60,9 +60,10 @@ def gated_feed_forward(
             implementation=implementation,
         )
         return run(params["down"], inner, bias=params.get("down_bias"), joining=joining)
-    gate_up = linear(params["gate_up"], x, params.get("gate_up_bias"))
+    run = partial(linear, implementation=implementation)
+    gate_up = run(params["gate_up"], x, params.get("gate_up_bias"))
     inner = gate(gate_up, activation=activation, gate_multiplier=gate_multiplier)
-    return linear(params["down"], inner, params.get("down_bias"))
+    return run(params["down"], inner, params.get("down_bias"))
 
 
 def _gated_product(
@@ -87,7 +88,11 @@ def _gated_product(
 
 
 def plain_feed_forward(
-    params: LayerParams, x: Float[Array, "tokens hidden_size"], *, activation: str
+    params: LayerParams,
+    x: Float[Array, "tokens hidden_size"],
+    *,
+    activation: str,
+    implementation: str | None,
 ) -> Float[Array, "tokens hidden_size"]:
     """Computes `down(activation(up(x)))`.
 
@@ -96,9 +101,11 @@ def plain_feed_forward(
             "down_bias".
         x: normalised hidden states.
         activation: a name in `ACTIVATIONS`.
+        implementation: family of implementations for weights in few bits; `None` for the best.
     """
-    inner = activate(linear(params["up"], x, params.get("up_bias")), activation=activation)
-    return linear(params["down"], inner, params.get("down_bias"))
+    run = partial(linear, implementation=implementation)
+    inner = activate(run(params["up"], x, params.get("up_bias")), activation=activation)
+    return run(params["down"], inner, params.get("down_bias"))
 
 
 def gate(

@@ -7,6 +7,7 @@ smaller, and it is used for prefill steps whose rows have no cached tokens.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.config.blocks import LatentConfig
 from jaxkv.layers.adapted import LayerParams
-from jaxkv.layers.linear import linear
+from jaxkv.layers.linear import linear, project
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, rotate, rotate_pairs
 from pallas_kernels import latent_attention, page_write, ragged_attention
@@ -60,7 +61,9 @@ def latent_mixer(
     Returns:
         The layer's pages after the write, and the attention's output.
     """
-    q, key, _ = project_latent(params, x, angles, heads=heads, latent=latent)
+    q, key, _ = project_latent(
+        params, x, angles, heads=heads, latent=latent, implementation=implementation
+    )
     (pages,) = page_write(
         (layer_cache["key"],),
         (key[:, None, :],),
@@ -74,7 +77,8 @@ def latent_mixer(
         mixed = attend_expanded(params, q, key, batch, **options)
     else:
         mixed = attend_absorbed(params, q, pages, batch, tables, **options)
-    return {"key": pages}, linear(params["o"], mixed.reshape(x.shape[0], -1))
+    out = linear(params["o"], mixed.reshape(x.shape[0], -1), implementation=implementation)
+    return {"key": pages}, out
 
 
 def project_latent(
@@ -84,6 +88,7 @@ def project_latent(
     *,
     heads: int,
     latent: LatentConfig,
+    implementation: str | None = None,
 ) -> tuple[
     Float[Array, "tokens heads query_dim"],
     Float[Array, "tokens stored"],
@@ -93,13 +98,14 @@ def project_latent(
 
     Without a latent of queries, the last is the queries before the rotation.
     """
-    down = linear(params["qkv_down"], x)
+    run = partial(linear, implementation=implementation)
+    down = run(params["qkv_down"], x)
     query_latent, compressed, rope_key = jnp.split(
         down, (down.shape[1] - latent.stored, down.shape[1] - latent.rope_dim), axis=1
     )
     if latent.has_query_latent:
         query_latent = rms_norm(params["q_norm"], query_latent, eps=_NORM_EPS)
-    queries = linear(params["q_up"], query_latent) if latent.has_query_latent else query_latent
+    queries = run(params["q_up"], query_latent) if latent.has_query_latent else query_latent
     rotate_rope = rotate_pairs if latent.pairs else rotate
     nope, rope = jnp.split(queries.reshape(x.shape[0], heads, -1), (latent.nope_dim,), axis=2)
     q = jnp.concatenate((nope, rotate_rope(angles, rope)), axis=2)
@@ -171,7 +177,7 @@ def attend_expanded(
         key.at[token.reshape(-1)].get(mode="clip"), (latent.kv_lora_rank,), axis=1
     )
     k, v = (
-        linear(params[name].reshape(-1, latent.kv_lora_rank), compressed).reshape(
+        project(params[name].reshape(-1, latent.kv_lora_rank), compressed).reshape(
             token.size, heads, -1
         )
         for name in ("k_up", "v_up")

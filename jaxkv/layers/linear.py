@@ -57,18 +57,27 @@ def linear(
     x: Float[Array, "tokens in"],
     bias: Float[Array, " out"] | None = None,
     *,
-    implementation: str | None = "xla",
+    implementation: str | None,
 ) -> Float[Array, "tokens out"]:
-    """Computes `x @ weight.T + bias` in the weight's dtype, accumulated in float32; adapters' products are added.
+    """Computes `x @ weight.T + bias` in the dtype of `x`, accumulated in float32; adapters' products are added.
 
-    With a weight of few bits the dtype is that of `x`.
+    XLA multiplies plain weights, and `skinny_matmul` those in few bits.
 
-    With another `implementation` than "xla", products of few tokens run on our kernel.
+    Args:
+        weight: weight of the projection.
+        x: the input, in the weight's dtype if that is plain.
+        bias: bias of the projection.
+        implementation: family of implementations for a weight in few bits; `None` for the best.
     """
-    if implementation != "xla":
+    if in_few_bits(weight):
         return matmul(weight, x, bias=bias, implementation=implementation)
     y = project(weight, x)
     return y if bias is None else y + bias[None]
+
+
+def in_few_bits(weight: Weight) -> bool:
+    """Returns whether a weight, without its adapters, is in 8 or 4 bits."""
+    return isinstance(weight.weight if isinstance(weight, Adapted) else weight, FewBits)
 
 
 def joins_norms(implementation: str | None, tokens: int) -> bool:
@@ -148,14 +157,13 @@ def project(
     *,
     result: jnp.dtype | type | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Computes `x @ weight.T` in the dtype `result`; `None` for the weight's dtype, or that of `x` for few bits.
+    """Computes `x @ weight.T` of a plain weight in XLA, in the dtype `result`; `None` for the weight's dtype.
 
     Products of float32 weights are exact float32: on NVIDIA GPUs the default would round the inputs to TF32.
     """
     if isinstance(weight, Adapted):
         return weight.added_to(project(weight.weight, x, result=result), x)
-    if isinstance(weight, FewBits):
-        return matmul(weight, x, result=result, implementation="xla")
+    assert not isinstance(weight, FewBits), "`linear` and `matmul` alone take few bits"
     exact = weight.dtype == jnp.float32
 
     def multiply(rows: Float[Array, "rows in"]) -> Float[Array, "rows out"]:

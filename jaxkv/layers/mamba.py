@@ -1,6 +1,7 @@
 """The Mamba-2 mixer (Dao and Gu, Transformers are SSMs): projection, short convolution, state space, gated norm."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,8 @@ def mamba2_mixer(
     Returns:
         The layer's states after the step, and the mixer's output.
     """
-    projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
+    run = partial(linear, implementation=implementation)
+    projected = run(params["ssm_in"], x, params.get("ssm_in_bias"))
     if any(factor != 1.0 for factor in multipliers):
         projected = projected * jnp.asarray(_by_channel(mamba, multipliers), x.dtype)[None]
     convolved, conv = convolve(
@@ -83,7 +85,7 @@ def mamba2_mixer(
     )
     mixed = mixed.reshape(x.shape[0], mamba.d_inner)
     gated = _gate(params, mixed, projected[:, : mamba.d_inner], mamba, norm_eps, shards)
-    out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
+    out = run(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
     return {"conv": conv, "ssm": ssm}, out
 
 

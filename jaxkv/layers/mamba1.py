@@ -1,6 +1,7 @@
 """The Mamba mixer (Gu and Dao, Mamba): projection, short convolution, selective state space, gate."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +51,14 @@ def mamba1_mixer(
     Returns:
         The layer's states after the step, and the mixer's output.
     """
-    projected = linear(params["ssm_in"], x, params.get("ssm_in_bias"))
+    run = partial(linear, implementation=implementation)
+    projected = run(params["ssm_in"], x, params.get("ssm_in_bias"))
     inner, gate = jnp.split(projected, 2, axis=1)
     convolved, conv = convolve(
         params, layer_cache, inner, batch, tables, writes=writes, implementation=implementation
     )
     convolved = convolved.astype(x.dtype)
-    selected = linear(params["select"], convolved)
+    selected = run(params["select"], convolved)
     selected = selected if shards is None else shards.summed(selected)
     dt, b, c = jnp.split(selected, (mamba.dt_rank, mamba.dt_rank + mamba.d_state), axis=1)
     if mamba.norms:
@@ -71,7 +73,7 @@ def mamba1_mixer(
         weights,
         layer_cache,
         "ssm",
-        (convolved, linear(params["step"], dt), b, c),
+        (convolved, run(params["step"], dt), b, c),
         batch,
         tables,
         chunk_size=mamba.chunk_size,
@@ -79,5 +81,5 @@ def mamba1_mixer(
         implementation=implementation,
     )
     gated = mixed.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-    out = linear(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
+    out = run(params["ssm_out"], gated.astype(x.dtype), params.get("ssm_out_bias"))
     return {"conv": conv, "ssm": ssm}, out

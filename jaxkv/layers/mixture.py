@@ -67,7 +67,7 @@ def mixture_of_experts(
         Unsupported: `grouped` cannot run on this device or with these sizes; the message gives the reason.
     """
     chosen, weights = route(params, x, mixture=mixture) if routing is None else routing
-    rows = linear(params["latent_in"], x) if "latent_in" in params else x
+    rows = project(params["latent_in"], x) if "latent_in" in params else x
     activate_rows = partial(gate if mixture.gated else activate, activation=activation)
     if mixture.clamp is not None:
         activate_rows = partial(clamped_gate, limit=mixture.clamp)
@@ -77,7 +77,7 @@ def mixture_of_experts(
         few = chosen.size <= mixture.experts and not is_fixed()
         run_experts = _run_gathered if few else _run_all
     out = run_experts(params, rows, chosen, weights, activate_rows)
-    return linear(params["latent_out"], out) if "latent_out" in params else out
+    return project(params["latent_out"], out) if "latent_out" in params else out
 
 
 def grouped_for(
@@ -251,11 +251,11 @@ def _run_all(
         picked: Bool[Array, "block experts"],
         share: Float[Array, "block experts"],
     ) -> Float[Array, "block width"]:
-        inner = linear(_rows(up, -1), x, up_bias).reshape(-1, inner_size)
+        inner = linear(_rows(up, -1), x, up_bias, implementation="xla").reshape(-1, inner_size)
         inner = activate_rows(inner).astype(jnp.float32).reshape(len(x), experts, -1)
         # Selected, not multiplied by zero: the output of an expert that was not chosen may be inf or NaN.
         inner = jnp.where(picked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
-        out = linear(_rows(down, width), inner.reshape(len(x), -1))
+        out = linear(_rows(down, width), inner.reshape(len(x), -1), implementation="xla")
         if down_bias is None:
             return out
         return out + project(down_bias.T, share.astype(down_bias.dtype)).astype(out.dtype)

@@ -1,6 +1,7 @@
 """The gated short convolution (Liquid AI, LFM2): two gates around a depthwise convolution over a few tokens."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -37,7 +38,8 @@ def short_conv_mixer(
     Returns:
         The layer's states after the step, and the mixer's output.
     """
-    projected = linear(params["short_in"], x, params.get("short_in_bias"))
+    run = partial(linear, implementation=implementation)
+    projected = run(params["short_in"], x, params.get("short_in_bias"))
     before, after, inner = jnp.split(projected, 3, axis=1)
     convolved, conv = convolve(
         params,
@@ -50,4 +52,4 @@ def short_conv_mixer(
         implementation=implementation,
     )
     gated = after * convolved.astype(x.dtype)
-    return {"conv": conv}, linear(params["short_out"], gated, params.get("short_out_bias"))
+    return {"conv": conv}, run(params["short_out"], gated, params.get("short_out_bias"))

@@ -60,7 +60,9 @@ def sparse_latent_mixer(
     Returns:
         The layer's pages after the write, and the attention's output.
     """
-    q, key, query_latent = project_latent(params, x, angles, heads=heads, latent=latent)
+    q, key, query_latent = project_latent(
+        params, x, angles, heads=heads, latent=latent, implementation=implementation
+    )
     stored, rounded = _as_stored(key, layer_cache["key"], latent)
     (pages,) = page_write(
         (layer_cache["key"],),
@@ -68,7 +70,7 @@ def sparse_latent_mixer(
         tables.write_slots,
         implementation=member(implementation, "page_write"),
     )
-    index_key = linear(params["index_k"], x)
+    index_key = project(params["index_k"], x)
     index_key = layer_norm(
         params["index_norm"], params["index_norm_bias"], index_key, eps=_NORM_EPS
     )
@@ -79,7 +81,7 @@ def sparse_latent_mixer(
             params, q, rounded, batch, latent=latent, scale=scale, implementation=implementation
         )
     else:
-        index_q = linear(params["index_q"], query_latent).reshape(x.shape[0], index.heads, -1)
+        index_q = project(params["index_q"], query_latent).reshape(x.shape[0], index.heads, -1)
         compared, weights = _as_compared(
             rotate(angles, index_q), _head_weights(params, x, index), index_pages
         )
@@ -104,8 +106,8 @@ def sparse_latent_mixer(
             implementation=member(implementation, "sparse_attention"),
         )
         mixed = raise_values(params, mixed.astype(q.dtype))
-    updates = {"key": pages, "indexer": index_pages}
-    return updates, linear(params["o"], mixed.reshape(x.shape[0], -1))
+    out = linear(params["o"], mixed.reshape(x.shape[0], -1), implementation=implementation)
+    return {"key": pages, "indexer": index_pages}, out
 
 
 def _as_stored(

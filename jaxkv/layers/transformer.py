@@ -10,7 +10,7 @@ from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.attention import AttentionSizes, attend_projected
 from jaxkv.layers.feed_forward import gate
-from jaxkv.layers.linear import linear
+from jaxkv.layers.linear import matmul, project
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles
 from jaxkv.layers.shards import Shards
@@ -54,7 +54,7 @@ def transformer_block(
     Returns:
         The layer's pages after the write, and the output.
     """
-    run = partial(linear, implementation=implementation)
+    run = partial(matmul, implementation=implementation)
     wide = jnp.concatenate((x, embeddings.astype(x.dtype)), axis=1)
     wide = rms_norm(params["side_norm"], wide, eps=sizes.norm_eps)
     qkv = run(params["qkv"], wide)
@@ -67,9 +67,9 @@ def transformer_block(
     attended = run(params["o"], mixed)
     attended = attended if shards is None else shards.summed(attended)
     inner = rms_norm(params["inner_norm"], attended, eps=sizes.norm_eps)
-    gate_up = run(params["gate_up"], inner, params.get("gate_up_bias"))
+    gate_up = run(params["gate_up"], inner, bias=params.get("gate_up_bias"))
     gate_up += _adapted(params["gate_up_adapter_in"], params["gate_up_adapter_out"], inner)
-    inner = run(params["down"], gate(gate_up, activation=activation), params.get("down_bias"))
+    inner = run(params["down"], gate(gate_up, activation=activation), bias=params.get("down_bias"))
     return layer_cache, run(params["side_out"], inner)
 
 
@@ -77,4 +77,4 @@ def _adapted(
     down: Float[Array, "rank in"], up: Float[Array, "out rank"], x: Float[Array, "tokens in"]
 ) -> Float[Array, "tokens out"]:
     """Returns the term that a low-rank adapter adds to a projection."""
-    return linear(up, linear(down, x))
+    return project(up, project(down, x))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
-from jaxkv.layers.linear import project, scaled
+from jaxkv.layers.linear import in_few_bits, project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts, route
 from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
 
@@ -49,7 +49,12 @@ def _plain_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def _run_plain(inputs: BlockInputs) -> BlockOutput:
-    return {}, plain_feed_forward(inputs.params, inputs.hidden, activation=inputs.config.activation)
+    return {}, plain_feed_forward(
+        inputs.params,
+        inputs.hidden,
+        activation=inputs.config.activation,
+        implementation=inputs.implementation,
+    )
 
 
 def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -111,9 +116,19 @@ def _run_shared(inputs: BlockInputs) -> BlockOutput:
     params, x, activation = inputs.params, inputs.hidden, inputs.config.activation
     up, down = params["shared_up"], params["shared_down"]
     if required(inputs.config.mixture).gated:
-        out = gated_feed_forward({"gate_up": up, "down": down}, x, activation=activation)
+        # XLA multiplies the plain weights of a shared expert.
+        few = in_few_bits(up) or in_few_bits(down)
+        family = inputs.implementation if few else "xla"
+        out = gated_feed_forward(
+            {"gate_up": up, "down": down}, x, activation=activation, implementation=family
+        )
     else:
-        out = plain_feed_forward({"up": up, "down": down}, x, activation=activation)
+        out = plain_feed_forward(
+            {"up": up, "down": down},
+            x,
+            activation=activation,
+            implementation=inputs.implementation,
+        )
     if "shared_gate" not in params:
         return {}, out
     gate = jax.nn.sigmoid(project(params["shared_gate"], x, result=jnp.float32))

@@ -1,5 +1,7 @@
 """Low-rank products in projections: each token gets its own adapter's, and tokens without one keep every bit."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +13,16 @@ from jaxkv.layers.feed_forward import gated_feed_forward
 from jaxkv.layers.linear import Joining, Normed, linear, matmul
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
+from tests.pallas_kernels.few_bits import drawn, exact
 
 TOKENS, IN, OUT, ADAPTERS, RANK = 9, 16, 24, 3, 4
 SLOTS = np.asarray([0, 1, 3, 0, 2, 2, 0, 1, 0], np.int32)
 NONE = SLOTS == 0
+PRODUCTS = [
+    partial(linear, implementation=None),
+    partial(matmul, implementation="xla"),
+    partial(matmul, implementation=None),
+]
 
 
 def draw(seed, *shape, dtype="float32"):
@@ -43,23 +51,34 @@ def equal_bits(got, wanted):
     return np.array_equal(np.asarray(got).view(np.uint8), np.asarray(wanted).view(np.uint8))
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_each_token_is_multiplied_by_the_sum_of_its_own_adapter(implementation):
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_each_token_is_multiplied_by_the_sum_of_its_own_adapter(product):
     weight, x, bias = adapted(), draw(5, TOKENS, IN), draw(6, OUT)
-    got = jax.jit(lambda: linear(weight, x, bias, implementation=implementation))()
+    got = jax.jit(lambda: product(weight, x, bias=bias))()
     wide = np.asarray(x, np.float64)
     wanted = [merged(weight, token) @ wide[token] for token in range(TOKENS)]
     np.testing.assert_allclose(got, np.asarray(wanted) + np.asarray(bias)[None], atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_tokens_without_an_adapter_keep_the_bits_of_the_plain_projection(dtype, implementation):
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_tokens_without_an_adapter_keep_the_bits_of_the_plain_projection(dtype, product):
     weight, x = adapted(dtype=dtype), draw(5, TOKENS, IN, dtype=dtype)
-    run = jax.jit(lambda one: linear(one, x, implementation=implementation))
+    run = jax.jit(lambda one: product(one, x))
     got, plain = run(weight), run(weight.weight)
     assert equal_bits(np.asarray(got)[NONE], np.asarray(plain)[NONE])
     assert not np.any(np.all(np.asarray(got)[~NONE] == np.asarray(plain)[~NONE], axis=1))
+
+
+def test_an_adapter_is_added_to_the_product_of_a_weight_in_few_bits():
+    weight, x, bias = adapted(), draw(5, TOKENS, IN), draw(6, OUT)
+    few = drawn("int8 by row", (OUT,), IN)
+    wide = weight._replace(weight=exact(few))
+    got = jax.jit(lambda one: linear(one, x, bias, implementation=None))
+    wanted = [merged(wide, token) @ np.asarray(x[token], np.float64) for token in range(TOKENS)]
+    found, plain = got(weight._replace(weight=few)), got(few)
+    np.testing.assert_allclose(found, np.asarray(wanted) + np.asarray(bias)[None], atol=1e-4)
+    assert equal_bits(np.asarray(found)[NONE], np.asarray(plain)[NONE])
 
 
 def test_a_negative_zero_stays_one_beside_adapters():
@@ -74,8 +93,9 @@ def test_an_adapter_that_is_not_finite_reaches_no_other_token():
     broken = weight._replace(low_rank=weight.low_rank._replace(inner=inner))
     x = draw(5, TOKENS, IN)
     others = SLOTS != 1
-    assert equal_bits(linear(broken, x)[others], linear(weight, x)[others])
-    assert not np.isfinite(linear(broken, x)[~others]).any()
+    got, wanted = (linear(one, x, implementation=None) for one in (broken, weight))
+    assert equal_bits(got[others], wanted[others])
+    assert not np.isfinite(got[~others]).any()
 
 
 def test_a_projection_between_norms_adds_the_adapters_before_the_next_norm():

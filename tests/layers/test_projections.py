@@ -1,6 +1,7 @@
 """Norm, linear, embedding and feed-forward against plain NumPy, without conversions of large arrays."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxkv.layers.norm import rms_norm
 from tests.layers.jaxprs import equations
 
 DRAW = np.random.default_rng(0)
+best_linear = partial(linear, implementation=None)
 
 
 def normal(*shape, dtype=jnp.float32):
@@ -27,20 +29,22 @@ def wide(array):
 def test_linear_contracts_the_weights_last_axis_and_adds_the_bias():
     weight, x, bias = normal(5, 7), normal(3, 7), normal(5)
     wanted = wide(x) @ wide(weight).T + wide(bias)
-    np.testing.assert_allclose(linear(weight, x, bias), wanted, atol=1e-5)
+    np.testing.assert_allclose(best_linear(weight, x, bias), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_linear_neither_converts_nor_transposes_anything(dtype):
-    found = equations(linear, normal(5, 7, dtype=dtype), normal(3, 7, dtype=dtype))
+def test_a_plain_product_neither_converts_nor_transposes_anything(dtype):
+    found = equations(best_linear, normal(5, 7, dtype=dtype), normal(3, 7, dtype=dtype))
     assert [equation.primitive.name for equation in found] == ["dot_general"]
     assert found[0].outvars[0].aval.dtype == dtype
 
 
 def test_only_float32_weights_ask_for_float32_products():
     highest = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    [exact] = equations(linear, normal(5, 7), normal(3, 7))
-    [fast] = equations(linear, normal(5, 7, dtype=jnp.bfloat16), normal(3, 7, dtype=jnp.bfloat16))
+    [exact] = equations(best_linear, normal(5, 7), normal(3, 7))
+    [fast] = equations(
+        best_linear, normal(5, 7, dtype=jnp.bfloat16), normal(3, 7, dtype=jnp.bfloat16)
+    )
     assert exact.params["precision"] == highest
     assert fast.params["precision"] is None
 
@@ -99,6 +103,5 @@ def test_feed_forward_gates_the_second_half_by_the_first(activation, biased):
     )
     inner = curves[activation](gate) * up
     wanted = inner @ wide(params["down"]).T + wide(params.get("down_bias", 0))
-    np.testing.assert_allclose(
-        gated_feed_forward(params, x, activation=activation), wanted, atol=1e-4
-    )
+    got = gated_feed_forward(params, x, activation=activation, implementation="xla")
+    np.testing.assert_allclose(got, wanted, atol=1e-4)

@@ -13,7 +13,7 @@ from jaxkv.cache.spec import LayerSpec
 from jaxkv.cache.state import Cache
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.embedding import embed
-from jaxkv.layers.linear import linear
+from jaxkv.layers.linear import matmul
 from jaxkv.layers.norm import rms_norm
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Params
@@ -168,7 +168,7 @@ class DraftHead:
         return places.get(mode="fill", fill_value=_NEVER, wrap_negative_indices=False)
 
     def _linear(self, weight: Any, x: Float[Array, "tokens in"]) -> Array:  # noqa: ANN401 - an array
-        return linear(weight, x, implementation=self.implementation)
+        return matmul(weight, x, implementation=self.implementation)
 
 
 def _made(key: PRNGKeyArray, leaf: jax.ShapeDtypeStruct) -> Array:
