@@ -52,6 +52,8 @@ _ENOUGH_BLOCKS = (200, 128, 96)
 # In the fixed order, where 64 rows have the tiles of one: narrower tiles read more of x than more blocks gain.
 _ENOUGH_BLOCKS_IN_ORDER = 80
 _LARGE_BYTES = 24 * 2**20
+# Most columns, times the bits of a code, of a gated tile of up to 8 rows whose warps multiply on their own.
+_GATED_BITS = 128
 # Most stages: barriers of one group.
 _MOST_STAGES = 32
 # Least stages with which chunks of two pieces, which take fewer copies, are faster.
@@ -354,7 +356,10 @@ def _cuts_of_many_rows(geometry: Geometry) -> list[_Cut]:
 def _cuts(geometry: Geometry, *, by_warp: bool = False) -> list[_Cut]:
     """Returns the general cuts, best first, or those of few rows whose warps multiply on their own if they can."""
     few = geometry.rows <= _FEW_ROWS
-    widths = [width for width in (64, 32, 16, 8) if width <= geometry.out]
+    widest = min(geometry.out, WGMMA_ROWS)
+    if by_warp and geometry.gated and geometry.padded_rows == ROW_TILE:
+        widest = min(widest, _GATED_BITS // geometry.bits)
+    widths = [width for width in (64, 32, 16, 8) if width <= widest]
     stacked = [_Cut(width, max(1, WGMMA_ROWS // (width * geometry.parts))) for width in widths]
     if by_warp:
         # All but the narrowest.
