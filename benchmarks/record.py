@@ -88,8 +88,6 @@ def device_name() -> str:
 
 
 def _driver() -> str:
-    if jax.devices()[0].platform == "cpu":
-        return "none"
     told = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return told.splitlines()[0] if told else UNKNOWN
 
@@ -100,14 +98,28 @@ def _command() -> str:
     return re.sub(r"(?<=[ =])/\S*/", "", re.sub(r" --folder[ =]\S+", "", line))
 
 
-def save_record(name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path = RECORDS) -> Path:
-    """Writes `folder/name.json`, replacing the record of that name, and returns its path."""
+def save_record(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    folder: Path = RECORDS,
+    torch_device: str | None = None,
+) -> Path:
+    """Writes `folder/name.json`, replacing the record of that name, and returns its path.
+
+    Args:
+        name: name of the record.
+        rows: what was measured.
+        folder: where records are.
+        torch_device: name of the GPU that was measured, if torch used it and JAX did not; JAX's device if `None`.
+    """
     commit, dirty = read_commit(Path(__file__).parent)
+    backend = jax.devices()[0].platform if torch_device is None else "gpu"
     record = Record(
         name=name,
-        device=device_name(),
-        platform=jax.devices()[0].platform,
-        driver=_driver(),
+        device=torch_device or device_name(),
+        platform=backend,
+        driver="none" if backend == "cpu" else _driver(),
         jax=jax.__version__,
         jaxlib=jaxlib.__version__,
         commit=commit,

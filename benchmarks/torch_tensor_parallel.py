@@ -139,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = context.SimpleQueue()
         torch.multiprocessing.spawn(_run, (devices, port, options, results), nprocs=devices)
         rows += results.get()
-        path = save_record(options.record, rows, folder=options.folder)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        path = save_record(options.record, rows, folder=options.folder, torch_device=device)
         print(render(load_record(path)), flush=True)
 
 
