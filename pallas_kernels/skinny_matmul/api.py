@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.checks import check_few_bits, check_shape
-from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
@@ -91,7 +90,7 @@ def skinny_matmul(
     # `None` is an empty pytree, so absent arguments stay `None`.
     arrays = MatmulArrays(**jax.tree.map(jnp.asarray, given | {"weight": weight, "x": x}))
     if isinstance(arrays.weight, FewBits):
-        rounds = arrays.weight.rounds_rows and rounds_rows(arrays.x)
+        rounds = arrays.weight.rounds_rows and _rounds(arrays.x)
         weight = replace(arrays.weight, order=None, rounds_rows=rounds)
         arrays = arrays._replace(weight=weight, x=ordered(arrays.x, arrays.weight.order))
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options), "xla": lambda: None}
@@ -104,13 +103,13 @@ def skinny_matmul(
     return xla.skinny_matmul(arrays, options)
 
 
-def rounds_rows(x: ArrayOrStruct) -> bool:
-    """Whether products round these rows of x to 8 bits where a weight asks for it (`FewBits.rounds_rows`).
+def _rounds(x: Array) -> bool:
+    """Returns whether rows of x are rounded to 8 bits where a weight asks for it (`FewBits.rounds_rows`).
 
     Few rows are not rounded: reading the weight takes longer than multiplying. Nor are rows under the fixed order of
     sums, whose products are the same in calls of any size, and rows of float32.
     """
-    return len(x.shape) == 2 and x.shape[0] > MOST_ROWS and x.dtype.itemsize == 2 and not is_fixed()
+    return x.shape[0] > MOST_ROWS and x.dtype.itemsize == 2 and not is_fixed()
 
 
 def _check(

@@ -61,7 +61,8 @@ class Tiling:
         most = _MOST_ROWS
         if not honours_register_requests():
             # More rows would spill registers where consumers have no more than the producer (168).
-            most = _MOST_ROWS_OF_168 if geometry.packing is None else _MOST_WIDENED_OF_168
+            widens = geometry.packing is not None and not geometry.rounds_rows
+            most = _MOST_WIDENED_OF_168 if widens else _MOST_ROWS_OF_168
         counts = range(ceil(rows / most), ceil(rows / WGMMA_ROWS) + 1)
         sizes = sorted({ceil(rows / (count * WINDOW)) * WINDOW for count in counts}, reverse=True)
         found = [
