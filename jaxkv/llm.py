@@ -275,7 +275,8 @@ class LLM:
         ignore_config_keys: keys of config.json that jaxkv does not know and that you know to be harmless; each is
             ignored with a warning. A key that is known or not in the file is an error.
         quantization: "fp8", "int8" or "int4" rounds projections and experts of a plain checkpoint to 8 or 4 bits while
-            they are read, without calibration; `None` keeps weights as the checkpoint has them, quantised ones too.
+            they are read, without calibration, and "fp8" the activations of steps of more than 64 tokens too
+            (`docs/how-to/quantisation.md`); `None` keeps weights as the checkpoint has them, quantised ones too.
         logits_processors: name -> a pure JAX function `f(logits, history, *, argument=default)`, which requests name in
             `SamplingParams.logits_processors`; see `LogitsProcessor`.
         lora: room for low-rank adapters that requests name in `SamplingParams.lora`, see `add_lora`; True for the

@@ -423,10 +423,11 @@ def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization,
     assert sizes[0] / devices <= sizes[1] < 1.2 * sizes[0] / devices
 
 
-def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder):
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder, quantization):
     """Each device's arrays mean its part of the weight that all arrays mean."""
     whole = build_model(load_config(folder))
-    types = expected_params(folder, whole, dtype="float32", quantization="int4")
+    types = expected_params(folder, whole, dtype="float32", quantization=quantization)
     params = whole.init_params_like(jax.random.key(1), types)
     model = TensorParallel(whole, tensor_mesh(2))
     divided = model.divided(params)
@@ -436,6 +437,7 @@ def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder):
     )
     wanted = model.divided(meant)
     assert is_few_bits(divided["layers"][0]["down"])
+    assert divided["layers"][0]["down"].rounds_rows == (quantization == "fp8")
     for (path, leaf), plain in zip(
         jax.tree_util.tree_leaves_with_path(divided, is_leaf=is_few_bits),
         jax.tree.leaves(wanted),

@@ -92,7 +92,7 @@ class ParamTypes:
         missing, unknown = sorted(known - given), sorted(given - known)
         reasons = [f"it lacks {_listed(missing)}"] * bool(missing)
         reasons += [f"it has {_listed(unknown)}, which the model has not"] * bool(unknown)
-        reasons = reasons or ["its containers are of other types"]
+        reasons = reasons or ["its containers, or its weights in 8 or 4 bits, are of other forms"]
         raise ValueError(
             f"the new parameters differ in structure from those of the model: {'; '.join(reasons)}. Give a tree such "
             "as LLM.params; nothing was changed"

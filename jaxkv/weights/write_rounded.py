@@ -28,6 +28,12 @@ _BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 
+_BY_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True} | {
+    "strategy": "token",
+    "dynamic": True,
+}
+"""Activations that are rounded to fp8 while a model runs, with a scale per token (FP8_DYNAMIC)."""
+
 
 class _Entry(NamedTuple):
     """One tensor of the new checkpoint.
@@ -221,7 +227,7 @@ def _quantization_config(
                 "group_size": group,
                 "dynamic": False,
             },
-            "input_activations": None,
+            "input_activations": _BY_TOKEN if rounded[0].rounds_rows else None,
             "output_activations": None,
         }
     return {

@@ -1,6 +1,7 @@
 """Reads the format of quantised weights from `quantization_config` in a config.json, or from a file beside it.
 
-Formats that also quantise activations at run time are read, but activations are not quantised here.
+Activations that a format has in fp8 with a scale per token or per tensor are rounded with a scale per token
+(`Scheme.rounds_rows`). Those of int8, and those with a scale per group of columns, are not rounded.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +24,7 @@ _HINTS = frozenset(
     {"quant_method", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"}
     | {"producer", "activation_scheme", "kv_cache_scheme", "kv_cache_quant_algo"}
 )
-"""Keys that every format may have; those of activations and of the cache are not followed."""
+"""Keys that every format may have; static scales of activations and the forms of a cache are not followed."""
 
 _COMPRESSED_HINTS = frozenset(
     {
@@ -247,7 +248,7 @@ def _fp8(settings: _Settings) -> Scheme:
     ignored = settings.names("modules_to_not_convert", "ignored_layers")
     size = settings.get("weight_block_size")
     if size is None:
-        return Scheme("fp8", ("eight_bit",), "float8_e4m3fn", ignored=ignored)
+        return _e4m3("fp8", ignored)
     block = _block(size, f"{settings.place}: weight_block_size")
     name = f"fp8 in blocks of {block[0]} x {block[1]}"
     return Scheme(name, ("eight_bit",), "float8_e4m3fn", block[1], block, ignored)
@@ -255,15 +256,18 @@ def _fp8(settings: _Settings) -> Scheme:
 
 def _fbgemm(settings: _Settings) -> Scheme:
     settings.reject_others({"activation_scale_ub"})
-    ignored = settings.names("modules_to_not_convert")
-    return Scheme("fbgemm_fp8", ("eight_bit",), "float8_e4m3fn", ignored=ignored)
+    return _e4m3("fbgemm_fp8", settings.names("modules_to_not_convert"))
 
 
 def _modelopt(settings: _Settings) -> Scheme:
     settings.expect("quant_algo", ("FP8",))
     settings.reject_others({"quant_algo", "config_groups", "exclude_modules", "ignore"})
-    ignored = settings.names("ignore", "exclude_modules")
-    return Scheme("ModelOpt FP8", ("eight_bit",), "float8_e4m3fn", ignored=ignored)
+    return _e4m3("ModelOpt FP8", settings.names("ignore", "exclude_modules"))
+
+
+def _e4m3(name: str, ignored: tuple[str, ...]) -> Scheme:
+    """Returns a format of float8_e4m3fn for weights, with a scale per tensor or row, and for activations."""
+    return Scheme(name, ("eight_bit",), "float8_e4m3fn", ignored=ignored, rounds_rows=True)
 
 
 def _awq(settings: _Settings) -> Scheme:
@@ -338,7 +342,15 @@ def _compressed(settings: _Settings) -> Scheme:
     name = f"compressed-tensors {form} ({code})"
     # A group may have a form of its own.
     readers = ("packed_rows", "eight_bit")
-    return Scheme(name, readers, code, group, block, settings.names("ignore"))
+    return Scheme(
+        name,
+        readers,
+        code,
+        group,
+        block,
+        settings.names("ignore"),
+        rounds_rows=all(_rounds_rows(group) for group in schemes),
+    )
 
 
 def _compressed_group(
@@ -372,6 +384,20 @@ def _compressed_group(
     columns = inner.group("group_size") if weights.get("strategy") == "group" else None
     code = "float8_e4m3fn" if kind == "float" else f"int{bits}"
     return code, block[1] if block else columns, block
+
+
+def _rounds_rows(group: Mapping[str, object]) -> bool:
+    """Whether one of `config_groups` is of fp8 for weights, with a scale per tensor or row, and for activations."""
+
+    def is_fp8(quantised: object, *strategies: str) -> bool:
+        return (
+            isinstance(quantised, Mapping)
+            and (quantised.get("num_bits"), quantised.get("type")) == (8, "float")
+            and quantised.get("strategy") in (None, *strategies)
+        )
+
+    activations = group.get("input_activations")
+    return is_fp8(group["weights"], "tensor", "channel") and is_fp8(activations, "tensor", "token")
 
 
 def _block(size: object, place: str) -> tuple[int, int]:

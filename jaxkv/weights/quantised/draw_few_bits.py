@@ -1,5 +1,7 @@
 """`draw_few_bits`: random weights in 8 or 4 bits, for measurements and tests."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,4 +29,4 @@ def draw_few_bits(key: PRNGKeyArray, types: FewBits, deviation: float) -> FewBit
     scale = np.float32(deviation / _SPREAD[types.code])
     scales = jnp.full(types.scales.shape, scale, jnp.float32).astype(types.scales.dtype)
     zeros = None if types.zeros is None else jnp.full(types.zeros.shape, 8, jnp.uint8)
-    return FewBits(codes, scales, zeros, None, types.code)
+    return replace(types, codes=codes, scales=scales, zeros=zeros)

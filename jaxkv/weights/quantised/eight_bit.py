@@ -84,7 +84,15 @@ def read(
         check(zeros, ((numbers.shape[0], int(groups[-1]) + 1),), ("I8",))
         parts.append(zeros)
     rows = _Rows(tuple(parts), block[0])
-    made = QuantisedTensor(name, numbers.shape, code, rows, groups, has_zeros=len(parts) > 2)
+    made = QuantisedTensor(
+        name,
+        numbers.shape,
+        code,
+        rows,
+        groups,
+        has_zeros=len(parts) > 2,
+        rounds_rows=scheme.rounds_rows and code == "float8_e4m3fn",
+    )
     return made, tuple(part.name for part in (*parts, *([zeros] if zeros else [])))
 
 

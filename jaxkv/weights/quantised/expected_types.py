@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.weights.quantised.few_bits_leaf import moves_rows, suits_group
+from jaxkv.weights.quantised.few_bits_leaf import may_round_rows, moves_rows, suits_group
 from jaxkv.weights.quantised.rounding import ROUNDINGS, scales_for
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import Recipe
@@ -31,7 +31,10 @@ def expected_type(
         if not moves_rows(recipe.combine, len(plain.shape)):
             return plain
         scales = scales_for(np.dtype(plain.dtype))
-        return _few_bits(plain.shape, rounding.code, rounding.group(inner), scales)
+        group = rounding.group(inner)
+        return _few_bits(
+            plain.shape, rounding.code, group, scales, rounds_rows=rounding.rounds_rows
+        )
     if scheme is None or any(scheme.ignores(name) for name in recipe.sources):
         return plain
     group = inner if scheme.group is None else math.gcd(inner, scheme.group)
@@ -39,7 +42,14 @@ def expected_type(
         return plain
     scales = {"float8_e4m3fn": jnp.float32, "float4_e2m1fn": jnp.float8_e8m0fnu}
     dtype = scales.get(scheme.code, plain.dtype)
-    return _few_bits(plain.shape, scheme.code, group, dtype, zeros=scheme.readers == ("awq",))
+    return _few_bits(
+        plain.shape,
+        scheme.code,
+        group,
+        dtype,
+        zeros=scheme.readers == ("awq",),
+        rounds_rows=scheme.rounds_rows,
+    )
 
 
 def _few_bits(
@@ -49,9 +59,11 @@ def _few_bits(
     scale_dtype: Any,  # noqa: ANN401 - anything that names a dtype
     *,
     zeros: bool = False,
+    rounds_rows: bool,
 ) -> FewBits:
     rows, inner = shape[:-1], shape[-1]
     made: Any = jax.ShapeDtypeStruct((*rows, inner * CODES[code].bits // 8), CODES[code].stored)
     scales: Any = jax.ShapeDtypeStruct((*rows, inner // group), scale_dtype)
     points: Any = jax.ShapeDtypeStruct(scales.shape, jnp.uint8) if zeros else None
-    return FewBits(made, scales, points, None, code)
+    rounds_rows = rounds_rows and may_round_rows(shape, group)
+    return FewBits(made, scales, points, None, code, rounds_rows)

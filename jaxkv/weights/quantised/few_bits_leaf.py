@@ -82,7 +82,7 @@ class FewBitsLeaf:
     Attributes:
         code: see `FewBits`.
         codes, scales, zeros: how they are read; no `zeros` without zero points.
-        order: see `FewBits`.
+        order, rounds_rows: see `FewBits`.
     """
 
     code: str
@@ -90,6 +90,7 @@ class FewBitsLeaf:
     scales: StoredLeaf
     zeros: StoredLeaf | None
     order: Shaped[np.ndarray, " inner"] | None
+    rounds_rows: bool
 
     @property
     def leaves(self) -> list[StoredLeaf]:
@@ -104,21 +105,18 @@ class FewBitsLeaf:
             path = f"{self.codes.target.removesuffix('codes')}order"
             order = jnp.asarray(order)
             order = placed(path, order) if placed else jax.device_put(order, codes.sharding)
-        return FewBits(codes, scales, zeros[0] if zeros else None, order, self.code)
-
-    @property
-    def types(self) -> FewBits:
-        """The parameter with `jax.ShapeDtypeStruct`s in the place of arrays."""
-        order = self.order
-        made: list[Any] = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        codes, scales, *zeros = made
-        types: Any = None if order is None else jax.ShapeDtypeStruct(order.shape, order.dtype)
-        return FewBits(codes, scales, zeros[0] if zeros else None, types, self.code)
+        points = zeros[0] if zeros else None
+        return FewBits(codes, scales, points, order, self.code, self.rounds_rows)
 
 
 def suits_group(group: int, inner: int) -> bool:
     """Whether weights with a scale for each `group` of `inner` columns stay in few bits."""
     return group == inner or group % _LEAST_GROUP == 0
+
+
+def may_round_rows(shape: Sequence[int], group: int) -> bool:
+    """Whether products with a weight may round activations: a matrix with one scale per row, so no experts."""
+    return len(shape) == 2 and group == shape[-1]
 
 
 def moves_rows(combine: Combine, axes: int) -> bool:
@@ -185,4 +183,5 @@ def few_bits_leaf(plan: LeafPlan[Any]) -> FewBitsLeaf | str:
         part("scales", scale_dtype),
         part("zeros", np.dtype(np.uint8)) if has_zeros else None,
         orders[0],
+        may_round_rows(plan.shape, group) and all(source.rounds_rows for source in sources),
     )

@@ -105,6 +105,7 @@ class QuantisedTensor:
         groups: the file's group of each column.
         has_zeros: whether `rows` has zero points.
         transposed: whether the last two axes are exchanged relative to the family's rules.
+        rounds_rows: whether products with it are meant to round activations, see `Scheme`.
     """
 
     name: str
@@ -114,6 +115,7 @@ class QuantisedTensor:
     groups: Int[np.ndarray, " columns"]
     has_zeros: bool = False
     transposed: bool = False
+    rounds_rows: bool = False
 
     @property
     def nbytes(self) -> int:

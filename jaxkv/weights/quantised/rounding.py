@@ -21,11 +21,13 @@ class Rounding(NamedTuple):
         code: name in `pallas_kernels.formats.few_bits.CODES`.
         largest: number of the code that the largest weight of a group gets.
         groups: columns of a group, the first that divides a row; none for whole rows.
+        rounds_rows: whether activations are rounded too, see `FewBits`.
     """
 
     code: str
     largest: float
     groups: tuple[int, ...] = ()
+    rounds_rows: bool = False
 
     def group(self, columns: int) -> int:
         """Returns the columns of a group of a row."""
@@ -33,7 +35,7 @@ class Rounding(NamedTuple):
 
 
 ROUNDINGS: Mapping[str, Rounding] = {
-    "fp8": Rounding("float8_e4m3fn", 448.0),
+    "fp8": Rounding("float8_e4m3fn", 448.0, rounds_rows=True),
     "int8": Rounding("int8", 127.0),
     "int4": Rounding("int4", 7.0, (128, 64, 32)),
 }
@@ -102,5 +104,11 @@ def rounded(tensor: StoredTensor, rounding: Rounding, dtype: np.dtype) -> Quanti
     rows = _Rows((tensor,), rounding, columns, scales_for(dtype))
     groups = np.arange(columns) // rounding.group(columns)
     return QuantisedTensor(
-        tensor.name, tensor.shape, rounding.code, rows, groups, transposed=tensor.transposed
+        tensor.name,
+        tensor.shape,
+        rounding.code,
+        rows,
+        groups,
+        transposed=tensor.transposed,
+        rounds_rows=rounding.rounds_rows,
     )

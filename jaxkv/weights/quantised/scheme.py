@@ -26,6 +26,8 @@ class Scheme:
         experts_alone: whether experts alone are quantised.
         zero_is_one_less: whether stored zero points are one less than the zero points (GPTQ's first version).
         symmetric: whether all zero points are said to be in the middle; a file that has others is refused.
+        rounds_rows: whether activations are meant to be rounded to float8_e4m3fn too, with a scale per token or one for
+            the matrix; see `FewBits`.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Scheme:
     experts_alone: bool = False
     zero_is_one_less: bool = False
     symmetric: bool = False
+    rounds_rows: bool = False
 
     def ignores(self, weight: str) -> bool:
         """Whether a weight is expected to be stored as it is, by its name in the checkpoint.

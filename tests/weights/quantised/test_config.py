@@ -70,6 +70,56 @@ def test_formats_that_are_read_are_understood(said, code, group, block):
     assert (scheme.code, scheme.group, scheme.block) == (code, group, block)
 
 
+PER_TENSOR = TOKENS | {"strategy": "tensor", "dynamic": False}
+IN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+BLOCKS = FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}
+OF_GROUPS = TOKENS | {"strategy": "group", "group_size": 128}
+
+
+def in_fp8(weights, activations, *more):
+    """Returns a config of compressed-tensors, of one or several groups of weights and activations."""
+    said = compressed("float-quantized", weights, activations=activations)
+    others = {
+        str(number): {"weights": weights, "input_activations": activations}
+        for number, (weights, activations) in enumerate(more)
+    }
+    return said | {"config_groups": said["config_groups"] | others}
+
+
+@pytest.mark.parametrize(
+    ("said", "rounds"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, True),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+        (in_fp8(FLOAT8, TOKENS), True),
+        (in_fp8(FLOAT8 | {"strategy": "tensor"}, PER_TENSOR), True),
+        (in_fp8(FLOAT8, TOKENS, (FLOAT8, PER_TENSOR)), True),
+        (in_fp8(FLOAT8, TOKENS, (FLOAT8, None)), False),
+        (in_fp8(FLOAT8, TOKENS, (BLOCKS, OF_GROUPS)), False),
+        (in_fp8(FLOAT8, None), False),
+        (in_fp8(FLOAT8, IN_INT8), False),
+        (in_fp8(FLOAT8, TOKENS | {"num_bits": 4}), False),
+        (in_fp8(FLOAT8, OF_GROUPS), False),
+        (in_fp8(FLOAT8 | {"strategy": "group", "group_size": 32}, TOKENS), False),
+        (in_fp8(BLOCKS, OF_GROUPS), False),
+        (in_fp8(BLOCKS, TOKENS), False),
+        (compressed("int-quantized", FLOAT8 | {"type": "int"}, activations=IN_INT8), False),
+        (compressed("int-quantized", FLOAT8 | {"type": "int"}, activations=TOKENS), False),
+        (compressed("pack-quantized", INT4), False),
+        (FP8, False),
+        ({"quant_method": "mxfp4"}, False),
+        (GPTQ, False),
+        (AWQ, False),
+    ],
+)
+def test_activations_are_rounded_if_all_are_said_to_be_in_fp8_by_token_or_matrix(said, rounds):
+    scheme = read_quantised({"quantization_config": said})
+    assert scheme is not None
+    assert scheme.rounds_rows is rounds
+
+
 def test_the_key_of_older_files_is_read_too():
     said = compressed("pack-quantized", INT4)
     del said["quant_method"]

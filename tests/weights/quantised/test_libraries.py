@@ -1,8 +1,10 @@
 """Files that the formats' own libraries write mean here what they mean there. Each test needs its library."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import skinny_matmul
 from tests.weights.quantised.definitions import FILES, File
 from tests.weights.quantised.test_formats import in_few_bits, meant, opened, weight_of
 
@@ -61,6 +63,25 @@ def test_weights_packed_by_compressed_tensors(tmp_path, kit, bits, symmetric, or
         assert (bits, symmetric) == (8, False)
         return
     np.testing.assert_array_equal(meant(few), file.means)
+
+
+def test_rows_of_activations_as_compressed_tensors_rounds_those_of_fp8_dynamic(tmp_path, kit):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    library = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    said = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).input_activations
+    file = FILES["fp8-row"]
+    x = np.random.default_rng(3).normal(size=(70, file.means.shape[1])).clip(-3.5, 3.5)
+    # Scales that are powers of two leave no rounding of them to differ by.
+    x[:, 5] = 3.5
+    x = (x * np.exp2(np.arange(70) % 9 - 4)[:, None]).astype(ml_dtypes.bfloat16)
+    plain = torch.from_numpy(x.astype(np.float32))[None]
+    scales, zeros = library.compute_dynamic_scales_and_zp(plain, said, torch.nn.Linear(1, 1))
+    rows = library.fake_quantize(plain, scales, zeros, args=said)[0].double().numpy()
+    with opened(tmp_path, kit, file) as stored:
+        found = skinny_matmul(in_few_bits(weight_of(stored, file)), x, result="float32")
+    weights = file.means.astype(np.float64)
+    error = np.abs(np.asarray(found, np.float64) - rows @ weights.T)
+    assert np.all(error <= 1e-6 * (np.abs(rows) @ np.abs(weights).T))
 
 
 def test_weights_as_autoawq_widens_them():
