@@ -19,7 +19,11 @@ from benchmarks.report import render
 from jaxkv import LLM, default_model
 from jaxkv.examples.python_text import is_held_out, read_sources
 
-FORMS = (None, "fp8", "int8", "int4")
+FORMS = tuple(("float32", form) for form in (None, "fp8", "int8", "int4")) + tuple(
+    ("bfloat16", form) for form in (None, "fp8", "int8")
+)
+"""(dtype to compute in, `quantization`). With float32 rounding weights is all that differs; with bfloat16 fp8 rounds
+activations too."""
 
 
 def held_out_windows(llm: LLM, source: Path, count: int, tokens: int) -> list[list[int]]:
@@ -35,22 +39,23 @@ def held_out_windows(llm: LLM, source: Path, count: int, tokens: int) -> list[li
 
 
 def measure(
-    model: Path | None, quantization: str | None, source: Path, count: int, tokens: int
+    model: Path | None, dtype: str, quantization: str | None, source: Path, count: int, tokens: int
 ) -> dict[str, Any]:
-    """Returns the row of one form of the weights, computed in float32 so that rounding them is all that differs."""
+    """Returns the row of one form of the weights."""
     with LLM(
         model,
-        dtype="float32",
+        dtype=dtype,
         quantization=quantization,
         max_model_len=tokens + 1,
         max_num_seqs=1,
         progress=False,
     ) as llm:
         scores = np.concatenate(llm.score(held_out_windows(llm, source, count, tokens)))
-        projections = [size for form, size in llm.stats().weights.items() if form != "float32"]
+        projections = [size for form, size in llm.stats().weights.items() if form != dtype]
     loss = -float(scores.astype(np.float64).mean())
     return {
         "weights": quantization or "as trained",
+        "dtype": dtype,
         "tokens": len(scores),
         "loss, nats": round(loss, 4),
         "perplexity": round(math.exp(loss), 3),
@@ -67,7 +72,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
     options = parser.parse_args()
     source = Path(sysconfig.get_paths()["stdlib"])
-    rows = [measure(options.model, form, source, options.windows, options.tokens) for form in FORMS]
+    rows = [
+        measure(options.model, dtype, form, source, options.windows, options.tokens)
+        for dtype, form in FORMS
+    ]
     name = (options.model or default_model.path()).resolve().name.replace("_", "-")
     path = save_record(f"fewer-bits-{name}", rows, folder=options.folder)
     print(render(load_record(path)))
