@@ -17,6 +17,7 @@ from jaxkv.models.registry import (
     load_config,
     load_params,
 )
+from jaxkv.runner.param_types import ParamTypes
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels import skinny_matmul
 from tests.models.driver import Driver
@@ -105,6 +106,13 @@ def test_a_checkpoint_of_a_plain_one_rounds_what_rounding_it_at_the_start_rounds
     assert jax.tree.structure(params) == jax.tree.structure(wanted)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def test_parameters_that_round_activations_do_not_replace_those_that_do_not(plain):
+    _, params = load(plain, quantization="fp8")
+    ParamTypes(params).accept(params)
+    with pytest.raises(ValueError, match=r"its weights in 8 or 4 bits, are of other forms\. Give"):
+        ParamTypes(params).accept(changed(params, exactly))
 
 
 @pytest.mark.parametrize("name", FILES)
