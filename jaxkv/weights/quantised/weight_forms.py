@@ -50,4 +50,5 @@ def bytes_of_types(params: Any) -> int:  # noqa: ANN401 - a pytree of arrays, or
 def _form(weight: FewBits) -> str:
     whole = weight.scales.shape[-1] == 1
     zeros = "" if weight.zeros is None else " with zero points"
-    return f"{weight.code} {'per row' if whole else f'in groups of {weight.group}'}{zeros}"
+    rounded = ", activations rounded" if weight.rounds_rows else ""
+    return f"{weight.code} {'per row' if whole else f'in groups of {weight.group}'}{zeros}{rounded}"

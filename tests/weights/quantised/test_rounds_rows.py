@@ -18,7 +18,7 @@ from jaxkv.models.registry import (
     load_params,
 )
 from jaxkv.runner.param_types import ParamTypes
-from jaxkv.weights.quantised.weight_forms import is_few_bits
+from jaxkv.weights.quantised.weight_forms import is_few_bits, weight_forms
 from pallas_kernels import skinny_matmul
 from tests.models.driver import Driver
 from tests.one_layer import one_layer_model
@@ -60,6 +60,13 @@ def rounding(params):
     """Returns whether each parameter in few bits has activations rounded."""
     leaves = jax.tree.leaves(params, is_leaf=is_few_bits)
     return [leaf.rounds_rows for leaf in leaves if is_few_bits(leaf)]
+
+
+def test_forms_tell_whether_activations_are_rounded(plain):
+    _, params = load(plain, quantization="fp8")
+    form = "float8_e4m3fn per row"
+    assert f"{form}, activations rounded" in weight_forms(params)
+    assert form in weight_forms(changed(params, exactly))
 
 
 def assert_expected(folder, params, model, quantization, *, rounds):
