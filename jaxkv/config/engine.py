@@ -33,7 +33,7 @@ class EngineConfig:
             but no token is computed after a sequence's stop.
         steps_per_launch: decode steps per launched program while all requests are decoding and none waits. Tokens then
             arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or a few for a small
-            number of greedy requests of a small full-attention model on a GPU that was measured to wait for the host.
+            number of greedy requests of a small full-attention model on GPUs that were measured to wait for the host.
             Requests with `min_tokens` or `structured_outputs`, and models with checkpoints of recurrent states, run one
             step per launch.
         speculation: drafts of the next tokens, which decode steps verify; no token changes. `None` for none. Not for

@@ -20,12 +20,15 @@ from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import Features, union
+from jaxkv.weights.quantised.weight_forms import bytes_of_types
 
 _LOG = logging.getLogger(__name__)
 
 _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
 """Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step."""
+_SMALL_BYTES_OF_SEVERAL = 12 * 2**30
+"""The same for each of several GPUs: the host needs about three milliseconds to dispatch a step to two."""
 _FEW_ROWS = 16
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
@@ -113,11 +116,11 @@ class MultiStep:
 
 
 def choose_num_steps(requested: int | None, params: Params, layout: CacheLayout) -> int:
-    """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on a GPU.
+    """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on GPUs.
 
     Args:
         requested: `EngineConfig.steps_per_launch`.
-        params: the model's parameters, or their types.
+        params: the model's parameters, or their types; with shardings if several devices divide them.
         layout: the cache's groups.
     """
     if requested is not None:
@@ -125,8 +128,10 @@ def choose_num_steps(requested: int | None, params: Params, layout: CacheLayout)
     paged = layout.paged_groups
     if len(paged) != 1 or paged[0].window is not None or layout.state_groups or layout.expands:
         return 1
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    return _STEPS if jax.default_backend() == "gpu" and num_bytes <= _SMALL_BYTES else 1
+    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    several = any(place is not None and place.num_devices > 1 for place in places)
+    small = bytes_of_types(params) <= (_SMALL_BYTES_OF_SEVERAL if several else _SMALL_BYTES)
+    return _STEPS if jax.default_backend() == "gpu" and small else 1
 
 
 def declare_multi_steps(

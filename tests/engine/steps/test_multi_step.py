@@ -270,6 +270,14 @@ def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypa
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert choose_num_steps(None, [small], plain) == 4
     assert choose_num_steps(None, [large], plain) == 1
+    # Each of two devices has 4 GiB, and the host takes longer to send a step to both.
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    for axis, steps in (("x", 4), (None, 4)):
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+        divided = jax.ShapeDtypeStruct(large.shape, large.dtype, sharding=place)
+        assert choose_num_steps(None, [divided], plain) == steps
+    huge = jax.ShapeDtypeStruct((4000, 2**20), np.float32, sharding=place)
+    assert choose_num_steps(None, [huge], plain) == 1
     assert choose_num_steps(None, [small], windowed) == 1
     assert choose_num_steps(2, [large], windowed) == 2
     singles = [
