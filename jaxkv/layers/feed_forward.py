@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.layers.adapted import Adapted, LayerParams
-from jaxkv.layers.linear import Joining, Normed, Weight, linear, matmul, scaled
+from jaxkv.layers.linear import (
+    Joining,
+    Normed,
+    Weight,
+    in_few_bits,
+    linear,
+    matmul,
+    scaled,
+)
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.skinny_matmul.api import MOST_ROWS
 
@@ -81,7 +89,8 @@ def _gated_product(
     if not isinstance(weight, Adapted):
         return fused(weight, x)
     inner = gate(run(weight, x), activation=activation, gate_multiplier=gate_multiplier)
-    if inner.shape[0] > MOST_ROWS and not is_fixed():
+    if inner.shape[0] > MOST_ROWS and not is_fixed() and not in_few_bits(weight):
+        # XLA rounds both forms alike.
         return inner
     # Our kernel rounds once, at the end. Tokens without an adapter keep its bits, for a second pass over the weight.
     return weight.chosen(inner, fused(weight.weight, x))

@@ -14,6 +14,7 @@ from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import Runner
+from jaxkv.weights.quantised.weight_forms import is_few_bits
 
 _GOLDEN = 0x9E3779B1
 _SECOND = 0x85EBCA6B
@@ -41,17 +42,26 @@ class ChecksumSpec(ProgramSpec[Runner]):
 def weights_checksum(runner: ModelRunner) -> str:
     """Returns a SHA-256 digest, in hex, of the name, shape, dtype and checksum of every parameter array.
 
-    It depends on every bit of every parameter, and on nothing else. It finds other weights and damage; the checksums
-    inside of it are not cryptographic, so weights that were constructed to have equal checksums pass.
+    It depends on every bit of every parameter, on which of them have activations rounded (`FewBits.rounds_rows`), and
+    on nothing else. It finds other weights and damage; the checksums inside of it are not cryptographic, so weights
+    that were constructed to have equal checksums pass.
 
     Raises:
         ProgramRefused: strict mode has no program for it.
     """
-    sums = np.asarray(runner.program(ChecksumSpec())(runner.params))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(runner.params)
+    return digest_of(runner.params, np.asarray(runner.program(ChecksumSpec())(runner.params)))
+
+
+def digest_of(params: Params, sums: UInt32[np.ndarray, "leaves 2"]) -> str:
+    """Returns the digest of parameters, of whose arrays `leaf_checksums` has returned `sums`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     digest = hashlib.sha256()
     for (path, leaf), pair in zip(leaves, sums.tolist(), strict=True):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {pair}\n".encode())
+    nodes, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_few_bits)
+    for path, node in nodes:
+        if is_few_bits(node) and node.rounds_rows:
+            digest.update(f"{jax.tree_util.keystr(path)} rounds rows\n".encode())
     return digest.hexdigest()
 
 

@@ -49,9 +49,9 @@ class FewBits:
         order: int32 [inner] or [*lead, inner]: column of x that each column of the codes multiplies, for formats that
             sort columns by importance (GPTQ's act-order); `None` for the same one.
         code: name in `CODES`.
-        rounds_rows: whether `skinny_matmul` of more than 64 rows of 16 bits rounds each row of x to float8_e4m3fn, with
-            a float32 scale of its own, as checkpoints of FP8 with dynamic activations are meant. The weight is e4m3
-            with one scale per row.
+        rounds_rows: whether `skinny_matmul` of more than 64 rows of 16 bits, of a multiple of 128 columns, rounds each
+            row of x to float8_e4m3fn, with a float32 scale of its own, as checkpoints of FP8 with dynamic activations
+            are meant. The weight is e4m3 with one scale per row.
     """
 
     codes: Shaped[Array, "*lead out stored"]

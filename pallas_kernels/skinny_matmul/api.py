@@ -22,6 +22,9 @@ from pallas_kernels.skinny_matmul.weighed import Weighed
 
 __all__ = ["MOST_ROWS", "Weighed", "skinny_matmul"]
 
+# Columns of a turn of rows in 8 bits.
+_ROUNDED_COLUMNS = 128
+
 
 def skinny_matmul(
     weight: Shaped[Array | np.ndarray, "weights inner"] | FewBits,
@@ -54,8 +57,8 @@ def skinny_matmul(
             rows of all gates, then as many others. In x's dtype, or in 8 or 4 bits as `FewBits`, which is read as it
             lies: the kernel widens it in registers and "xla" a few rows at a time. With several scales per row "xla",
             and the kernel for more than 64 rows, round the widened numbers to x's dtype; all else is exact. The kernel
-            takes the codes of NaN in e4m3 for 480. If it has `rounds_rows`, more than 64 rows of x are rounded to e4m3
-            too, unless under the fixed order.
+            takes the codes of NaN in e4m3 for 480. If it has `rounds_rows`, more than 64 rows of x in 16 bits are
+            rounded to e4m3 too, if they have a multiple of 128 columns, and not under the fixed order.
         x: rows of any floating dtype. If the weight has an `order`, their columns are permuted by it.
         bias: one value per row of the weight, added before the activation.
         residual: added last.
@@ -107,9 +110,12 @@ def _rounds(x: Array) -> bool:
     """Returns whether rows of x are rounded to 8 bits where a weight asks for it (`FewBits.rounds_rows`).
 
     Few rows are not rounded: reading the weight takes longer than multiplying. Nor are rows under the fixed order of
-    sums, whose products are the same in calls of any size, and rows of float32.
+    sums, whose products are the same in calls of any size, rows of float32, and rows that no whole number of turns of
+    the kernel covers.
     """
-    return x.shape[0] > MOST_ROWS and x.dtype.itemsize == 2 and not is_fixed()
+    rows, inner = x.shape
+    whole = inner % _ROUNDED_COLUMNS == 0
+    return rows > MOST_ROWS and x.dtype.itemsize == 2 and whole and not is_fixed()
 
 
 def _check(

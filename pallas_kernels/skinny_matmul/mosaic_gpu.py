@@ -67,8 +67,15 @@ def skinny_matmul(
     if interpret:
         # The interpreter does not support a cluster's stores, so XLA adds up the shares, in the same order.
         schedule = replace(schedule, cluster=1, splits=schedule.shares)
+    # Tiles of few bits have another order of sums than few rows.
+    in_tiles = len(x) > geometry.rows and (geometry.packing is None or not is_fixed())
     # If tiles do not divide the columns, the last one overlaps its neighbour and some squares would count twice.
     whole = schedule.splits == 1 and geometry.out % schedule.columns == 0
+    if in_tiles and geometry.gated:
+        # A gated tile of few rows adds up the squares of more columns than a consumer of many rows has. Without them
+        # weights in few bits have tiles. Others, whose squares have one order, stay groups of few rows.
+        whole = whole and geometry.packing is None
+        in_tiles = next_norm is None or not whole
     ending = Ending(
         result=x.dtype if options.result is None else jnp.dtype(options.result),
         activation=options.activation,
@@ -87,14 +94,11 @@ def skinny_matmul(
         "next_norm": next_norm if ending.weighs else None,
     }
     plan = {"geometry": geometry, "ending": ending, "interpret": interpret}
-    # A gated tile of few rows adds up the squares of more columns than a consumer of many rows has. Tiles of few bits
-    # have another order of sums than few rows.
-    has_order = geometry.packing is None or not is_fixed()
-    has_tiles = has_order and not (ending.weighs and geometry.gated)
-    if len(x) > geometry.rows and has_tiles:
+    if in_tiles:
         tiling = tiling or Tiling.by_rule(geometry, len(x))
         check_kernel(tiling.refusal(geometry))
-        found = multiply_many_rows(weight, x, extras, **plan, tiling=tiling, part=schedule.columns)
+        part = min(schedule.columns, tiling.own_columns(geometry))
+        found = multiply_many_rows(weight, x, extras, **plan, tiling=tiling, part=part)
     else:
         found = multiply(weight, x, extras, **plan, schedule=schedule)
     if next_norm is None:
@@ -166,8 +170,7 @@ def multiply_many_rows(
         # The interpreter's copies do not fill rows past the end.
         missing = tiling.row_tiles(padded_rows) * tiling.rows - padded_rows
         x = jnp.pad(x, ((0, missing), (0, 0)))
-    extras["squares"] = factors
-    inputs = {name: extras[name] for name in ending.inputs}
+    inputs = {name: factors if name == "squares" else extras[name] for name in ending.inputs}
     kernel = ManyRowsKernel(geometry, padded_rows, tiling, ending, part).build(interpret)
     return _first_rows(kernel(*jax.tree.leaves(weight), x, *inputs.values()), rows)
 

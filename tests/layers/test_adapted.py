@@ -141,11 +141,22 @@ def test_a_gate_is_computed_of_the_sums_and_stays_as_it_is_without_an_adapter(im
         np.testing.assert_allclose(got[token], wanted, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", [MOST_ROWS, MOST_ROWS + 1])
-def test_in_the_fixed_order_any_number_of_tokens_without_an_adapter_keep_their_bits(
-    tokens, monkeypatch
+@pytest.mark.parametrize(
+    ("tokens", "few", "fixed"),
+    [
+        (MOST_ROWS, False, True),
+        (MOST_ROWS + 1, False, True),
+        (MOST_ROWS + 1, True, False),
+        (MOST_ROWS, True, False),
+    ],
+)
+def test_where_our_kernel_runs_any_number_of_tokens_without_an_adapter_keep_their_bits(
+    tokens, few, fixed, monkeypatch
 ):
-    """The kernel rounds a gated product once, which XLA does not; here it adds one instead."""
+    """In the fixed order, and of a weight in few bits.
+
+    The kernel rounds a gated product once, which XLA does not; here it adds one instead.
+    """
 
     def rounded_once(weight, x, *, gated=False, **options):
         found = matmul(weight, x, gated=gated, **options)
@@ -155,9 +166,12 @@ def test_in_the_fixed_order_any_number_of_tokens_without_an_adapter_keep_their_b
     slots = jnp.asarray(np.resize(SLOTS, tokens))
     params = {"gate_up": adapted(24), "down": adapted(IN, seed=20, width=12)}
     params = {name: one._replace(slots=slots) for name, one in params.items()}
+    if few:
+        weight = jax.tree.map(jnp.asarray, drawn("int8 by row", (24,), IN))
+        params["gate_up"] = params["gate_up"]._replace(weight=weight)
     plain = {name: one.weight for name, one in params.items()}
     x = draw(5, tokens, IN)
-    with fixed_order():
+    with fixed_order(fixed):
         got, base = (
             gated_feed_forward(weights, x, activation="silu", implementation=None)
             for weights in (params, plain)

@@ -394,6 +394,8 @@ def _rounds_rows(group: Mapping[str, object]) -> bool:
             isinstance(quantised, Mapping)
             and (quantised.get("num_bits"), quantised.get("type")) == (8, "float")
             and quantised.get("strategy") in (None, *strategies)
+            # Without a strategy a group size means groups.
+            and quantised.get("group_size") in (None, -1)
         )
 
     activations = group.get("input_activations")

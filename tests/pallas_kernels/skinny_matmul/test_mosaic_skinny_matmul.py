@@ -351,6 +351,34 @@ def test_interpreted_rounded_rows_are_multiplied_with_codes_as_they_lie(tiling, 
     assert not races()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_interpreted_rounded_rows_of_a_gated_weight_are_weighed_after_the_product(dtype):
+    """With every part of the epilogue; the norm's squares need tiles that a consumer does not have."""
+    case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)
+    weight = replace(drawn("e4m3 by row", (128,), 256), rounds_rows=True)
+    inputs = case.inputs(1, dtype) | {"weight": weight}
+    norm = np.linspace(0.5, 2, 64).astype(dtype)
+    squares = np.linspace(0.1, 0.9, 2 * 70, dtype=np.float32).reshape(2, 70) * 256
+    given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
+    result, weighed, _ = multiply(**device(given), interpret=True)
+    root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)[:, None]
+    wanted = oracle(inputs | {"weight": exact(weight), "x": rounded_rows(inputs["x"]) / root})
+    assert_output(result, wanted, dtype)
+    assert_output(weighed, wanted * norm.astype(np.float64), dtype)
+
+
+def test_interpreted_a_norm_after_tiles_has_the_squares_of_a_consumer():
+    """Tiles of few rows under the given schedule are wider."""
+    weight = drawn("int8 by row", (128,), 128)
+    x = np.random.default_rng(1).normal(size=(70, 128)).astype(jnp.bfloat16)
+    norm = np.ones((1, 128), jnp.bfloat16)
+    given = device({"weight": weight, "x": x, "next_norm": norm, "result": "float32"})
+    schedule = Schedule(128, 1, 1, 1, 1, 1)
+    result, _, squares = multiply(**given, schedule=schedule, interpret=True)
+    wanted = np.sum(np.asarray(result, np.float64) ** 2, axis=1)
+    np.testing.assert_allclose(np.sum(squares, axis=0), wanted, rtol=1e-5)
+
+
 def test_interpreted_many_rows_of_a_gated_weight_in_few_bits_have_the_scales_of_both_halves(races):
     """With every part of the epilogue that a prompt's product has."""
     case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)

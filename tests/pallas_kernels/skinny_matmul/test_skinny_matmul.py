@@ -201,8 +201,10 @@ def _rounding(rows, inner=256, dtype=jnp.bfloat16):
 
 
 def test_many_rows_are_rounded_to_8_bits_where_the_weight_asks_for_it():
-    """And neither few rows, nor rows of float32, nor any under the fixed order of sums."""
+    """And neither few rows, nor of odd widths, nor rows of float32, nor any under the fixed order of sums."""
     given = _rounding(70)
+    odd = _rounding(70, 192)
+    assert worst(skinny_matmul(**odd), odd["x"].astype(np.float64), exact(odd["weight"])) <= 1e-6
     x, weights = given["x"], exact(given["weight"])
     assert worst(skinny_matmul(**given), rounded_rows(x), weights) <= 1e-6
     for exactly in (given | {"x": x[:64]}, given | {"x": x.astype(np.float32)}):
@@ -221,14 +223,23 @@ def test_a_row_that_is_not_finite_is_rounded_to_nan_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [65, 300, 1000])
-def test_on_a_gpu_rounded_rows_lose_what_the_tensor_cores_lose(rows):
+@pytest.mark.parametrize(("rows", "inner"), [(65, 4096), (300, 14336), (1000, 4096)])
+def test_on_a_gpu_rounded_rows_lose_what_the_tensor_cores_lose(rows, inner):
     """They keep 14 bits of a sum of 8-bit products; no library is said to keep more."""
-    given = _rounding(rows, 4096)
+    given = _rounding(rows, inner)
     run = partial(call, skinny_matmul, refusal, given, "mosaic_gpu")
     result, again = run(), run()
     assert worst(result, rounded_rows(given["x"]), exact(given["weight"])) <= 2**-11
     assert bits(result) == bits(again)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rounded_rows_of_a_gated_weight_equal_the_reference():
+    inputs = type(CASES[0])("", 300, 4096, 2048, True, "silu", 1.0, True, True).inputs(5)
+    weight = replace(drawn("e4m3 by row", (4096,), 4096), rounds_rows=True)
+    result = call(skinny_matmul, refusal, inputs | {"weight": weight}, "mosaic_gpu")
+    x = rounded_rows(inputs["x"])
+    assert_output(result, oracle(inputs | {"weight": exact(weight), "x": x}), "bfloat16")
 
 
 @pytest.mark.gpu

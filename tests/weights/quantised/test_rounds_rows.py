@@ -18,6 +18,7 @@ from jaxkv.models.registry import (
     load_params,
 )
 from jaxkv.runner.param_types import ParamTypes
+from jaxkv.runner.weights_checksum import digest_of, leaf_checksums
 from jaxkv.weights.quantised.weight_forms import is_few_bits, weight_forms
 from pallas_kernels import skinny_matmul
 from tests.models.driver import Driver
@@ -67,6 +68,15 @@ def test_forms_tell_whether_activations_are_rounded(plain):
     form = "float8_e4m3fn per row"
     assert f"{form}, activations rounded" in weight_forms(params)
     assert form in weight_forms(changed(params, exactly))
+
+
+def test_a_checksum_of_weights_tells_whether_activations_are_rounded(plain):
+    """So saved prefixes of the other kind are refused."""
+    _, params = load(plain, quantization="fp8")
+
+    sums = np.asarray(leaf_checksums(params))
+    digest = digest_of(params, sums)
+    assert digest == digest_of(params, sums) != digest_of(changed(params, exactly), sums)
 
 
 def assert_expected(folder, params, model, quantization, *, rounds):
@@ -134,9 +144,13 @@ def test_e4m3_with_one_scale_per_row_is_multiplied_by_rounded_rows(tmp_path, kit
         return
     assert few.rounds_rows
     assert not mixed.rounds_rows
-    x = np.random.default_rng(1).normal(size=(70, file.means.shape[1])).astype(ml_dtypes.bfloat16)
+    # Sixteen times side by side: rows that are no multiple of 128 columns are not rounded.
+    few = replace(few, codes=jnp.tile(few.codes, 16))
+    weights = np.tile(file.means.astype(np.float64), 16)
+    assert weights.shape[1] % 128 == 0
+    x = np.random.default_rng(1).normal(size=(70, weights.shape[1])).astype(ml_dtypes.bfloat16)
     found = np.asarray(skinny_matmul(few, x, result="float32"), np.float64)
-    rows, weights = rounded_rows(x), file.means.astype(np.float64)
+    rows = rounded_rows(x)
     error = np.abs(found - rows @ weights.T)
     assert np.all(error <= 1e-6 * (np.abs(rows) @ np.abs(weights).T))
 
