@@ -28,7 +28,10 @@ _BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 
-_BY_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True} | {
+_BY_TOKEN = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
     "strategy": "token",
     "dynamic": True,
 }
