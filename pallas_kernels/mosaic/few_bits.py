@@ -11,6 +11,7 @@ picks one byte of every word. So neither the weight nor x is permuted. Codes bec
 Tiles lie in shared memory as (rows / 8, width / swizzle, 8, swizzle) with the usual XOR swizzle of 16-byte pieces.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mosaic
@@ -142,7 +143,7 @@ def start_product(
     per_row = {"zeros": zeros, "scales": scales}
     per_row = {name: array for name, array in per_row.items() if array is not None}
     before = () if onto is None else (onto,)
-    bits, kind = CODES[code].bits, KINDS[jnp.dtype(x.dtype).name]
+    kind = KINDS[jnp.dtype(x.dtype).name]
     layouts = *(PER_ROW for _ in per_row), *(WGMMA for _ in before)
 
     @inline(arg_types=(*types, *layouts), return_type=result)
@@ -152,33 +153,7 @@ def start_product(
             name: [vector.extract(register, [], [0]) for register in array.registers.flat]
             for name, array in zip(per_row, arrays, strict=False)
         }
-        start = utils.memref_ptr(codes_ref)
-        warp = divide(divide(utils.thread_idx(), 32)[0], 4)[1]
-        group, member = divide(divide(utils.thread_idx(), 32)[1], 4)
-        bases = _bases(factors.get("zeros"), kind) if code == "int4" else [None] * 2
-        text = conversion(code, x.dtype)
-        octets = codes.shape[1]
-        swizzle = swizzle_of(octets)
-        mask = divide(group, _SWIZZLE // swizzle)[0]
-        # By half of the rows and step: two registers.
-        left: dict[tuple[int, int], list[Value]] = {}
-        for half in (0, 1):
-            row = add(times(add(times(warp, 2), half), ROW_TILE * octets), times(group, swizzle))
-            for place in range(first * bits // 8, (first + columns) * bits // 8, _PIECE):
-                tile, piece = divmod(place // _PIECE, swizzle // _PIECE)
-                turned = times(arith.xori(mask, constant(piece)), _PIECE)
-                at = add(add(row, tile * ROW_TILE * swizzle), turned)
-                step = (place * 8 // bits - first) // _STEP
-                if bits == 8:
-                    left[half, step] = _two_pairs(start, at, member, text)
-                else:
-                    both = _four_pairs(start, at, member, bases[half], text)
-                    left[half, step], left[half, step + 1] = both[:2], both[2:]
-        if "scales" in factors:
-            left = {
-                (half, step): [_scaled(pair, factors["scales"][half], kind) for pair in pairs]
-                for (half, step), pairs in left.items()
-            }
+        left = _left_operands(codes_ref, codes.shape[1], factors, code, kind, first, columns)
         nvvm.wgmma_fence_aligned()
         right = descriptor(x_ref, 0, chunk // _ELEMENTS * ROW_TILE * _SWIZZLE)
         sums = accumulators(arrays[-1]) if before else []
@@ -191,6 +166,53 @@ def start_product(
         return in_layout(sums, width)
 
     return run(codes, x, *per_row.values(), *before)
+
+
+def _left_operands(
+    codes: Value,
+    octets: int,
+    factors: Mapping[str, list[Value]],
+    code: str,
+    kind: _Kind,
+    first: int,
+    columns: int,
+) -> dict[tuple[int, int], list[Value]]:
+    """Returns this thread's two registers of numbers, by half of the rows and step.
+
+    Args:
+        codes: the codes in shared memory, `octets` bytes per row.
+        octets: bytes of a row.
+        factors: "zeros" and "scales" of the two halves, where there are any.
+        code: name in `CODES`.
+        kind: dtype of the numbers.
+        first: first column.
+        columns: number of columns.
+    """
+    start, bits, text = utils.memref_ptr(codes), CODES[code].bits, _conversion(code, kind)
+    warp = divide(divide(utils.thread_idx(), 32)[0], 4)[1]
+    group, member = divide(divide(utils.thread_idx(), 32)[1], 4)
+    bases = _bases(factors.get("zeros"), kind) if code == "int4" else [None] * 2
+    swizzle = swizzle_of(octets)
+    mask = divide(group, _SWIZZLE // swizzle)[0]
+    left: dict[tuple[int, int], list[Value]] = {}
+    for half in (0, 1):
+        row = add(times(add(times(warp, 2), half), ROW_TILE * octets), times(group, swizzle))
+        for place in range(first * bits // 8, (first + columns) * bits // 8, _PIECE):
+            tile, piece = divmod(place // _PIECE, swizzle // _PIECE)
+            turned = times(arith.xori(mask, constant(piece)), _PIECE)
+            at = add(add(row, tile * ROW_TILE * swizzle), turned)
+            step = (place * 8 // bits - first) // _STEP
+            if bits == 8:
+                left[half, step] = _two_pairs(start, at, member, text)
+            else:
+                both = _four_pairs(start, at, member, bases[half], text)
+                left[half, step], left[half, step + 1] = both[:2], both[2:]
+    if "scales" not in factors:
+        return left
+    return {
+        (half, step): [_scaled(pair, factors["scales"][half], kind) for pair in pairs]
+        for (half, step), pairs in left.items()
+    }
 
 
 def load_scales(scales: Ref, rows: Array, groups: Array, *, interpret: bool) -> Array:
@@ -261,7 +283,10 @@ def conversion(code: str, dtype: DTypeLike) -> str:
         code: name in `CODES`. $1 has two 8-bit codes in its low half, or 4-bit codes in the byte that $2 selects.
         dtype: bfloat16 or float16. Of int4 $3 is the zero point, in both halves, as an integer beside `magic`.
     """
-    kind = KINDS[jnp.dtype(dtype).name]
+    return _conversion(code, KINDS[jnp.dtype(dtype).name])
+
+
+def _conversion(code: str, kind: _Kind) -> str:
     shift, mask, factor = kind.e2m1 if code == "float4_e2m1fn" else kind.e4m3
     return _CONVERT[code].format(
         kind=kind.name,
