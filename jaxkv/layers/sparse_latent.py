@@ -70,11 +70,7 @@ def sparse_latent_mixer(
         tables.write_slots,
         implementation=member(implementation, "page_write"),
     )
-    index_key = project(params["index_k"], x)
-    index_key = layer_norm(
-        params["index_norm"], params["index_norm_bias"], index_key, eps=_NORM_EPS
-    )
-    index_key = rotate(angles, index_key[:, None, :])[:, 0]
+    index_key = _index_key(params, x, angles)
     index_pages = write_index_keys(layer_cache["indexer"], index_key, tables.write_slots)
     if batch.fresh and not batch.decode and x.shape[0] <= index.topk:
         mixed = attend_expanded(
@@ -108,6 +104,15 @@ def sparse_latent_mixer(
         mixed = raise_values(params, mixed.astype(q.dtype))
     out = linear(params["o"], mixed.reshape(x.shape[0], -1), implementation=implementation)
     return {"key": pages, "indexer": index_pages}, out
+
+
+def _index_key(
+    params: LayerParams, x: Float[Array, "tokens hidden_size"], angles: Angles
+) -> Float[Array, "tokens head_dim"]:
+    """Returns the key of each token that the indexer compares, normalised and rotated."""
+    key = project(params["index_k"], x)
+    key = layer_norm(params["index_norm"], params["index_norm_bias"], key, eps=_NORM_EPS)
+    return rotate(angles, key[:, None, :])[:, 0]
 
 
 def _as_stored(

@@ -148,7 +148,7 @@ def start_product(
 
     @inline(arg_types=(*types, *layouts), return_type=result)
     def run(_: Value, codes_ref: Value, x_ref: Value, *arrays: Value) -> Value:
-        # By half of the rows.
+        # By half of the rows. Sums to add to are the last array.
         factors = {
             name: [vector.extract(register, [], [0]) for register in array.registers.flat]
             for name, array in zip(per_row, arrays, strict=False)
