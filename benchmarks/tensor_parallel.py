@@ -65,7 +65,8 @@ def time_sums(mesh: Mesh, tokens: int, width: int, trials: int = 9) -> float:
         return time.perf_counter() - start
 
     short, long = chain(_SUMS), chain(4 * _SUMS)
-    seconds(short), seconds(long)
+    for run in (short, long):
+        seconds(run)
     apart = [seconds(long) - seconds(short) for _ in range(trials)]
     return statistics.median(apart) / (3 * _SUMS) * 1e6
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from safetensors.numpy import save_file
 
@@ -115,7 +116,7 @@ def forward(
     params: Params,
     token_ids: Int[Array, "batch tokens"],
     *,
-    dtype: jnp.dtype | type = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch tokens vocab"]:

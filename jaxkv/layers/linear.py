@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxkv.layers.adapted import Adapted
@@ -97,7 +98,7 @@ def matmul(
     activation: str | None = None,
     gated: bool = False,
     gate_multiplier: float = 1.0,
-    result: jnp.dtype | type | None = None,
+    result: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if a norm follows
     """Projects with the fused operations of `skinny_matmul`: norm before it, activation and residual after it.
@@ -155,7 +156,7 @@ def project(
     weight: Weight,
     x: Float[Array, "tokens in"],
     *,
-    result: jnp.dtype | type | None = None,
+    result: DTypeLike | None = None,
 ) -> Float[Array, "tokens out"]:
     """Computes `x @ weight.T` of a plain weight in XLA, in the dtype `result`; `None` for the weight's dtype.
 

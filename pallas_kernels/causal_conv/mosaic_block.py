@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.mosaic.activations import silu
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
 
@@ -93,7 +93,7 @@ class Kernel:
     def build(self, tokens: int, num_tiles: int, interpret: bool) -> Callable[..., Array]:
         """Returns the function of arrays and of the pool's ref that launches the kernel."""
         g = self.geometry
-        return plgpu.kernel(
+        return mosaic_kernel(
             self._body,
             out_type=jax.ShapeDtypeStruct((tokens, g.channels), g.dtype),
             # All blocks are on one axis: grid axes other than the last are limited to 65535.
@@ -104,7 +104,7 @@ class Kernel:
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
                 unsafe_no_auto_barriers=True,
             ),
-            interpret=interpreter(interpret),
+            interpret=interpret,
             kernel_name="causal_conv",
         )
 

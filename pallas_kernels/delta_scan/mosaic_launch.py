@@ -20,14 +20,14 @@ from pallas_kernels.delta_scan.mosaic_consumer import Consumer
 from pallas_kernels.delta_scan.mosaic_geometry import SIDE, STAGES
 from pallas_kernels.delta_scan.mosaic_kernel import SQUARE, TILED, Kernel
 from pallas_kernels.delta_scan.mosaic_system import FACTORS
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 
 
 def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
     """Returns the function of arrays and of the pool's ref that launches the kernel."""
     g = kernel.geometry
-    return plgpu.kernel(
+    return mosaic_kernel(
         partial(_body, kernel),
         out_type=jax.ShapeDtypeStruct((tokens, g.sizes.heads * g.sizes.value_dim), g.dtype),
         scratch_types=_scratch(kernel),
@@ -41,7 +41,7 @@ def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
-        interpret=interpreter(kernel.interpret),
+        interpret=kernel.interpret,
         kernel_name="delta_scan",
     )
 

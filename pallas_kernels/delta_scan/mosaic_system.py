@@ -25,7 +25,7 @@ from pallas_kernels.delta_scan.mosaic_inverse import invert
 from pallas_kernels.delta_scan.mosaic_kernel import SQUARE, TILED, Kernel, zeros
 from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import broadcast, load
 from pallas_kernels.mosaic.tiles import PER_COLUMN, PER_ROW, WGMMA
@@ -78,7 +78,7 @@ def systems(
         found = kernel.named(dict(zip(names, refs, strict=True)) | scratch, "q", "k")
         _Block(kernel, found).run()
 
-    inverses, weights, factors = plgpu.kernel(
+    inverses, weights, factors = mosaic_kernel(
         body,
         out_type=[square, square, vectors],
         scratch_types=shared,
@@ -89,7 +89,7 @@ def systems(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
-        interpret=interpreter(kernel.interpret),
+        interpret=kernel.interpret,
         kernel_name="delta_systems",
     )(qkv, gates, pieces.start, pieces.length)
     return inverses, weights, factors

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -17,7 +16,7 @@ from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import sigmoid, softplus
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import Piece, broadcast, load, row_pieces
 
@@ -87,14 +86,14 @@ def update(
     a_log, dt_bias, states, qkv, a, b = layer
     kernel = Kernel(DeltaSizes.of(states, qkv), states.dtype.itemsize)
     sizes, pool = kernel.sizes, jax.new_ref(states)
-    out = plgpu.kernel(
+    out = mosaic_kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((len(qkv), sizes.heads, sizes.value_dim), qkv.dtype),
         # All blocks are on one axis: grid axes other than the last are limited to 65535.
         grid=(len(qkv) * sizes.heads * kernel.shares,),
         grid_names=("block",),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name="delta_update",
     )(a_log, dt_bias, qkv, a, b, read_states, write_states, pool)
     return out, jax.freeze(pool)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped, UInt8
 
 from pallas_kernels.formats.quantise import largest_of, scales_of, stored
@@ -145,7 +146,7 @@ def _as_bytes(part: Shaped[Array, "*records size"]) -> UInt8[Array, "*records by
     return octets.reshape(*part.shape[:-1], part.shape[-1] * part.dtype.itemsize)
 
 
-def _from_bytes(octets: UInt8[Array, "*records bytes"], dtype: type) -> Shaped[Array, "..."]:
+def _from_bytes(octets: UInt8[Array, "*records bytes"], dtype: DTypeLike) -> Shaped[Array, "..."]:
     size = jnp.dtype(dtype).itemsize
     grouped = octets.reshape(*octets.shape[:-1], octets.shape[-1] // size, size)
     return lax.bitcast_convert_type(grouped, dtype)

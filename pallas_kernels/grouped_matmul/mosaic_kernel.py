@@ -28,7 +28,7 @@ from pallas_kernels.grouped_matmul.mosaic_store import store_left_rows, store_ri
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW
 from pallas_kernels.mosaic.few_bits_turn import Factors, add_products, turn_factors
 from pallas_kernels.mosaic.jax_versions import request_registers
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
@@ -49,7 +49,7 @@ class Kernel:
     def build(self, interpret: bool) -> Callable[..., Array]:
         """Returns the function of weight, x and the table of visits that launches the kernel."""
         g, s = self.geometry, self.schedule
-        return plgpu.kernel(
+        return mosaic_kernel(
             partial(self._body, interpret),
             out_type=jax.ShapeDtypeStruct((g.rows, g.out), g.result),
             scratch_types=self._scratch(),
@@ -59,7 +59,7 @@ class Kernel:
             thread_name="warpgroup",
             # The kernel places its barriers between warps itself.
             compiler_params=LANE_PARAMS,
-            interpret=interpreter(interpret),
+            interpret=interpret,
             kernel_name="grouped_matmul",
         )
 

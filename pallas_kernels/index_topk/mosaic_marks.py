@@ -147,7 +147,7 @@ def append_placed(
             found[own] = found[own].at[place].set(array, mode="drop")
         return counts + jnp.sum(is_kept, dtype=jnp.int32)
     types = (plgpu.RefType(), plgpu.RefType(), _SCALAR, layout, layout, layout, _SCALAR)
-    result = plgpu.ShapeDtypeStruct(counts.shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(counts.shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=types, return_type=result)
     def run(_: Value, found: Value, where: Value, first: Value, *arrays: Value) -> Value:
@@ -190,7 +190,7 @@ def mark(
 
 def count_marks(words: Array, *, layout: Layout) -> Array:
     """Returns for each word of four marks the number of 1s plus 65536 times the number of 16s."""
-    result = plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(words.shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=(layout,), return_type=result)
     def run(_: Value, words: Value) -> Value:
@@ -227,7 +227,7 @@ def place_marked(
         `before` for the words that follow.
     """
     types = (plgpu.RefType(), layout, layout, _SCALAR, layout)
-    result = plgpu.ShapeDtypeStruct(words.shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(words.shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=types, return_type=result)
     def run(_: Value, places: Value, words: Value, position: Value, *rest: Value) -> Value:

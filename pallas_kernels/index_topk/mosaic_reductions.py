@@ -87,7 +87,7 @@ def reduction_of_warps(
     if interpret:
         return (jnp.sum if kind == "sum" else jnp.max)(table[column, :])
     count = table.shape[1]
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
     first = jnp.int32(count) if before is None else before
 
     @inline(arg_types=(plgpu.RefType(), _SCALAR), return_type=result)

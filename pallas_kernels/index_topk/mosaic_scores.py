@@ -20,7 +20,7 @@ from pallas_kernels.device import MOST_ON_AN_AXIS, NUM_MULTIPROCESSORS
 from pallas_kernels.index_topk.arguments import IndexArrays
 from pallas_kernels.index_topk.scoring import tiles_of
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.loads import load_floats
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.products import ROWS, TRANSFORMS, WIDTH, start_product, wait_for
@@ -86,7 +86,7 @@ def score(
         named = dict(zip((*arrays, "scores", *shared), refs, strict=True))
         _Block(named, heads=q.shape[1], page_size=page_size, interpret=interpret).run()
 
-    return plgpu.kernel(
+    return mosaic_kernel(
         body,
         out_type=jax.ShapeDtypeStruct((len(q), keys), jnp.float32),
         grid=(num_tiles, shares),
@@ -95,7 +95,7 @@ def score(
         thread_name="warpgroup",
         scratch_types=tuple(shared.values()),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name="index_scores",
     )(*arrays.values())
 

@@ -24,7 +24,7 @@ from pallas_kernels.latent_attention.mosaic_keys_consumer import KeysConsumer
 from pallas_kernels.latent_attention.mosaic_keys_producer import KeysProducer
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, TILE
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 
@@ -39,7 +39,7 @@ def build(kernel: KeysKernel, tokens: int) -> Callable[..., list[Array]]:
     clusters: dict[str, Any] = {}
     if s.cluster > 1:
         clusters = {"cluster": (s.cluster,), "cluster_names": ("share",)}
-    return plgpu.kernel(
+    return mosaic_kernel(
         partial(_body, kernel),
         out_type=_out_type(kernel, tokens),
         scratch_types=_scratch(kernel),
@@ -53,7 +53,7 @@ def build(kernel: KeysKernel, tokens: int) -> Callable[..., list[Array]]:
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=_REDUCTION_BYTES,
         ),
-        interpret=interpreter(kernel.interpret),
+        interpret=kernel.interpret,
         kernel_name="latent_attention",
         **clusters,
     )

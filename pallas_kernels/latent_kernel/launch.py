@@ -26,7 +26,7 @@ from pallas_kernels.latent_kernel.kernel import CONSUMERS, Kernel
 from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
 from pallas_kernels.mosaic.jax_versions import request_registers
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 
@@ -36,7 +36,7 @@ _REDUCTION_BYTES = 0
 
 def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
     """Returns the function of arrays that launches the kernel."""
-    return plgpu.kernel(
+    return mosaic_kernel(
         partial(_body, kernel),
         out_type=_out_type(kernel, tokens),
         scratch_types=_scratch(kernel),
@@ -48,7 +48,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=_REDUCTION_BYTES,
         ),
-        interpret=interpreter(kernel.interpret),
+        interpret=kernel.interpret,
         kernel_name=kernel.name,
         **_grid(kernel),
     )

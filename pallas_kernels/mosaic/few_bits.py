@@ -135,7 +135,7 @@ def start_product(
         found = jnp.dot(numbers[:, own], wide.T, precision=lax.Precision.HIGHEST)
         return found if onto is None else onto + found
     width, chunk = x.shape
-    result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, width), jnp.float32, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, width), jnp.dtype(jnp.float32), layout=WGMMA)
     types = (
         plgpu.RefType(swizzled(codes.shape[1], codes.dtype)),
         plgpu.RefType(swizzled(chunk, x.dtype)),

@@ -82,7 +82,7 @@ def add_warp_products(
     if interpret:
         multiply = partial(_interpreted, codes, x, packing=packing, folds=folds)
         return [total + multiply(factors[tile], tile) for tile, total in enumerate(sums)]
-    result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, width), jnp.float32, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, width), jnp.dtype(jnp.float32), layout=WGMMA)
     types = (
         plgpu.RefType(swizzled(codes.shape[1], codes.dtype)),
         plgpu.RefType(swizzled(chunk, x.dtype)),
@@ -409,7 +409,7 @@ def _load_words(ref: Ref, rows: Array, groups: Array, count: int, stride: int) -
     """Loads adjacent elements of each row, as words of their bits; fewer bytes than a word become its lowest."""
     size = jnp.dtype(ref.dtype).itemsize
     words = -(-count * size // 4)
-    result = plgpu.ShapeDtypeStruct(rows.shape, jnp.int32, layout=PER_ROW)
+    result = plgpu.ShapeDtypeStruct(rows.shape, jnp.dtype(jnp.int32), layout=PER_ROW)
 
     @inline(arg_types=(plgpu.RefType(), PER_ROW, PER_ROW), return_type=(result,) * words)
     def run(_: Value, source: Value, *places: Value) -> tuple[Value, ...]:

@@ -26,6 +26,14 @@ def honours_register_requests() -> bool:
     return HONOURS_REGISTER_REQUESTS
 
 
+def overlaps_launches() -> bool:
+    """Returns whether a kernel's launch can overlap the end of the kernel before it, in a CUDA graph too.
+
+    JAX 0.11 captures each kernel into a graph of its own, which has no programmatic edges to others.
+    """
+    return _plain_store is not None
+
+
 def request_registers(count: int, *, more: bool) -> None:
     """Requests `count` registers per thread, more or less than a warpgroup starts with, where that is honoured."""
     if honours_register_requests():

@@ -1,17 +1,48 @@
-"""Compiler and interpreter parameters that all launches of Mosaic GPU kernels share."""
+"""Launch of Mosaic GPU kernels: what all of them share, and how a launch overlaps the kernel before it."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.jax_versions import overlaps_launches
+from pallas_kernels.mosaic.private_types import Ref
 
 LANE_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
 )
 """For kernels in lane semantics that place every barrier between warps themselves: Mosaic inserts none."""
 
-_INTERPRETER = plgpu.InterpretGPUParams(
+INTERPRETER = plgpu.InterpretGPUParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
+"""The strictest parameters of the interpreter on the CPU."""
 
 
-def interpreter(interpret: bool) -> plgpu.InterpretGPUParams | None:
-    """Returns the strictest parameters of the interpreter on the CPU, or `None` for the compiled kernel."""
-    return _INTERPRETER if interpret else None
+def mosaic_kernel(
+    body: Callable[..., None],
+    *,
+    interpret: bool,
+    **options: Any,  # noqa: ANN401 - those of `plgpu.kernel`
+) -> Callable[..., Any]:
+    """Returns `plgpu.kernel(body, **options)`, whose blocks start while the kernel before it ends.
+
+    From JAX 0.12 on a kernel is a node of the step's CUDA graph with a programmatic edge from the kernel before it
+    (programmatic dependent launch, CUDA C++ Programming Guide). Its blocks take the places of blocks that have ended,
+    initialise their barriers and wait; `body` runs once that kernel has ended and its stores are visible. Every kernel
+    waits before it lets the next one start, so all that ran earlier has ended too.
+
+    Args:
+        body: the kernel.
+        interpret: whether Pallas's interpreter runs the kernel on the CPU, with the strictest parameters.
+        options: those of `plgpu.kernel`.
+    """
+    if interpret or not overlaps_launches():
+        return plgpu.kernel(body, interpret=INTERPRETER if interpret else None, **options)
+
+    def overlapping(*refs: Ref, **scratch: Ref) -> None:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+        body(*refs, **scratch)
+
+    return plgpu.kernel(overlapping, **options)

@@ -104,7 +104,7 @@ def append(
         return counts + jnp.sum(is_kept, dtype=jnp.int32)
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), scalar, layout, layout, scalar, scalar)
-    result = plgpu.ShapeDtypeStruct(counts.shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(counts.shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=types, return_type=result)
     def run(
@@ -161,7 +161,7 @@ def place_chosen(
     """
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), layout, layout, scalar, scalar, layout, layout)
-    result = plgpu.ShapeDtypeStruct(numbers.shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(numbers.shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=types, return_type=(result, result))
     def run(

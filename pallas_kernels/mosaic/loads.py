@@ -34,7 +34,7 @@ def gather(table: Ref, row: Array, columns: Array, *, layout: Layout, interpret:
     if interpret:
         return table[row, :][columns]
     scalar = plgpu.Layout.WG_SPLAT(())
-    result = plgpu.ShapeDtypeStruct(columns.shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(columns.shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=(plgpu.RefType(), scalar, layout), return_type=result)
     def run(_: Value, source: Value, row: Value, columns: Value) -> Value:
@@ -70,7 +70,7 @@ def load_floats(octets: Ref, size: int, *, layout: Layout, interpret: bool) -> A
     """
     if interpret:
         return lax.bitcast_convert_type(octets[...].reshape(size, 4), jnp.float32)
-    result = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=layout)
+    result = plgpu.ShapeDtypeStruct((size,), jnp.dtype(jnp.float32), layout=layout)
 
     @inline(arg_types=(plgpu.RefType(),), return_type=result)
     def run(_: Value, source: Value) -> Value:

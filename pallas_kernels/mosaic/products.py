@@ -66,7 +66,7 @@ def start_product(left: Ref, right: Ref, part: int, parts: int, *, interpret: bo
         own = slice(part * WIDTH // parts, (part + 1) * WIDTH // parts)
         x, y = (ref[...][:, own].astype(jnp.float32) for ref in (left, right))
         return jnp.dot(x, y.T, precision=lax.Precision.HIGHEST)
-    result = plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((ROWS, columns), jnp.dtype(jnp.float32), layout=WGMMA)
 
     @inline(arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS)), return_type=result)
     def run(_: Value, left: Value, right: Value) -> Value:

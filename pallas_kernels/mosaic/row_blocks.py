@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.teams import Team
 
@@ -40,7 +39,7 @@ def run_blocks(
     def body(*refs: Ref) -> None:
         run(dict(zip((*arrays, "out", *own), refs, strict=True)))
 
-    return plgpu.kernel(
+    return mosaic_kernel(
         body,
         out_type=out,
         grid=out.shape[:1],
@@ -49,7 +48,7 @@ def run_blocks(
         thread_name="warpgroup",
         scratch_types=tuple(own.values()),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name=name,
     )(*arrays.values())
 

@@ -116,7 +116,7 @@ def load_left_operand(tile: Ref, tall: int) -> Array:
     """Returns 64 components of 8-bit keys as a float16 left operand in registers, in the order of `_component`."""
     head_dim = tile.shape[1]
     swizzle = swizzle_of(head_dim)
-    result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, 64), jnp.float16, layout=WGMMA)
+    result = plgpu.ShapeDtypeStruct((WGMMA_ROWS, 64), jnp.dtype(jnp.float16), layout=WGMMA)
 
     @inline(arg_types=(plgpu.RefType(swizzled(head_dim, tile.dtype)),), return_type=result)
     def load(_: Value, source: Value) -> Value:

@@ -99,7 +99,7 @@ def sums_before(
 ) -> Array:
     """Returns the sum of what the preceding warps stored (`store_warp_sums`): an exclusive prefix, uniform per warp."""
     rows, columns = table.shape
-    result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=layout)
 
     @inline(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=result)
     def run(_: Value, source: Value, first: Value) -> Value:

@@ -16,7 +16,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import Piece, flat_pieces, flat_registers
 
@@ -117,13 +117,13 @@ def _launch(slots: Int[Array, " tokens"], *rows_and_pools: Array) -> tuple[Array
 
 
 def _kernel(tokens: int, *, interpret: bool) -> Callable[..., None]:
-    return plgpu.kernel(
+    return mosaic_kernel(
         _copy_rows,
         out_type=(),
         grid=(tokens,),
         grid_names=("token",),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name="page_write",
     )
 

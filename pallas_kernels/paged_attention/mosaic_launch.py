@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.arguments.attention import ScoreOptions
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.paged_attention.mosaic_block import Block
@@ -43,7 +43,7 @@ class Kernel:
         """Returns the function of arrays that launches the kernel for `rows` rows."""
         cluster = self.schedule.cluster
         clusters = {"cluster": (cluster,), "cluster_names": ("share",)} if cluster > 1 else {}
-        return plgpu.kernel(
+        return mosaic_kernel(
             self._body,
             out_type=self._out_type(rows),
             scratch_types=self._scratch(),
@@ -51,7 +51,7 @@ class Kernel:
             grid_names=("row", "kv_head", "part"),
             # The kernel places its barriers between warps itself.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-            interpret=interpreter(self.interpret),
+            interpret=self.interpret,
             kernel_name="paged_attention",
             **clusters,
         )

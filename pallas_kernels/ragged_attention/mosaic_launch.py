@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from pallas_kernels.device import WGMMA_ROWS
 from pallas_kernels.mosaic.jax_versions import request_registers
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.ragged_attention.mosaic_consumer import Consumer
@@ -40,7 +40,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
     if kernel.has_lse:
         shape = (kernel.num_tiles, g.units, CONSUMERS, WGMMA_ROWS)
         out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    return plgpu.kernel(
+    return mosaic_kernel(
         partial(_body, kernel),
         out_type=out_type,
         scratch_types=_scratch(kernel),
@@ -50,7 +50,7 @@ def build(kernel: Kernel, tokens: int) -> Callable[..., list[Array]]:
         thread_name="warpgroup",
         # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=interpreter(kernel.interpret),
+        interpret=kernel.interpret,
         kernel_name="ragged_attention",
     )
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -23,7 +22,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.formats.quantise import scales_of, stored
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces, store_per_row
 
@@ -143,14 +142,14 @@ class Kernel:
     def build(self, tokens: int, interpret: bool) -> Callable[..., Array]:
         """Returns the function of arrays and of the pools' refs that launches the kernel."""
         g = self.geometry
-        return plgpu.kernel(
+        return mosaic_kernel(
             self._body,
             out_type=jax.ShapeDtypeStruct((tokens, g.heads, g.head_dim), g.dtype),
             # All blocks are on one axis: grid axes other than the last are limited to 65535.
             grid=(tokens * self.blocks,),
             grid_names=("block",),
             compiler_params=LANE_PARAMS,
-            interpret=interpreter(interpret),
+            interpret=interpret,
             kernel_name="rotary_write",
         )
 

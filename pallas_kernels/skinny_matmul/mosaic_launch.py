@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.formats.few_bits import CODES
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.skinny_matmul.mosaic_block import Block
@@ -57,7 +57,7 @@ class Kernel:
         clusters: dict[str, Any] = {}
         if self.schedule.cluster > 1:
             clusters = {"cluster": (self.schedule.cluster,), "cluster_names": ("share",)}
-        return plgpu.kernel(
+        return mosaic_kernel(
             partial(self._body, interpret),
             out_type=self._out_type(),
             scratch_types=self._scratch(),
@@ -66,7 +66,7 @@ class Kernel:
             **clusters,
             # `Block` places every barrier between warps itself.
             compiler_params=LANE_PARAMS,
-            interpret=interpreter(interpret),
+            interpret=interpret,
             kernel_name="skinny_matmul",
         )
 

@@ -28,7 +28,7 @@ from pallas_kernels.formats.few_bits import CODES
 from pallas_kernels.mosaic.few_bits import start_product
 from pallas_kernels.mosaic.few_bits_turn import Factors, Packing, turn_factors
 from pallas_kernels.mosaic.jax_versions import assign, request_registers
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.products import wait_for
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, swizzled
@@ -72,7 +72,7 @@ class ManyRowsKernel:
         clusters: dict[str, Any] = {}
         if self.tiling.cluster > 1:
             clusters = {"cluster": (self.tiling.cluster,), "cluster_names": (_RANK,)}
-        return plgpu.kernel(
+        return mosaic_kernel(
             partial(self._body, interpret),
             out_type=self._out_type(),
             scratch_types=self._scratch(),
@@ -83,7 +83,7 @@ class ManyRowsKernel:
             thread_name="warpgroup",
             # The kernel places its barriers between warps itself.
             compiler_params=LANE_PARAMS,
-            interpret=interpreter(interpret),
+            interpret=interpret,
             kernel_name="skinny_matmul_many_rows",
         )
 
@@ -379,12 +379,12 @@ def row_factors(squares: Array, geometry: Geometry, ending: Ending, *, interpret
         refs = {"squares": squares, "factors": factors.at[pl.ds(first, _ROOTS)]}
         End(few, Schedule(ROW_TILE, 1, 1, 1, 1, 1), ending, refs, first).prepare()
 
-    return plgpu.kernel(
+    return mosaic_kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows,), jnp.float32),
         grid=(rows // _ROOTS,),
         grid_names=("block",),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name="row_factors",
     )(squares)

@@ -104,7 +104,9 @@ def wait(came: Ref, number: int, parity: Array) -> None:
 def find(rows: Rows, rank: Array) -> Array:
     """Issues the load of the slot of this thread's record; the result is only meant for `load`."""
     types = (plgpu.RefType(), *[_SCALAR] * 4)
-    result = plgpu.ShapeDtypeStruct((4 * _THREADS,), jnp.int32, layout=flat(4 * _THREADS))
+    result = plgpu.ShapeDtypeStruct(
+        (4 * _THREADS,), jnp.dtype(jnp.int32), layout=flat(4 * _THREADS)
+    )
 
     @inline(arg_types=types, return_type=result)
     def run(_: Value, slots: Value, *scalars: Value) -> Value:
@@ -130,7 +132,9 @@ def load(records: Ref, found: Array, place: Place) -> tuple[Array, Array]:
     per_atom = 1 if place.scales is not None else 2
     loads = place.columns // _ATOM * per_atom
     sizes = (4 * loads * _THREADS, 4 * _THREADS)
-    result = [plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=flat(size)) for size in sizes]
+    result = [
+        plgpu.ShapeDtypeStruct((size,), jnp.dtype(jnp.int32), layout=flat(size)) for size in sizes
+    ]
 
     @inline(arg_types=(plgpu.RefType(), flat(4 * _THREADS)), return_type=result)
     def run(_: Value, records: Value, found: Value) -> list[Value]:
@@ -159,7 +163,7 @@ def decode(numbers: Array, scales: Array, dtype: DTypeLike) -> Array:
     """Decodes the 8-bit elements and scales of `load` to 16-bit elements."""
     size = 2 * numbers.shape[0]
     types = (flat(numbers.shape[0]), flat(4 * _THREADS))
-    result = plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=flat(size))
+    result = plgpu.ShapeDtypeStruct((size,), jnp.dtype(jnp.int32), layout=flat(size))
 
     @inline(arg_types=types, return_type=result)
     def run(_: Value, numbers: Value, scales: Value) -> Value:

@@ -143,7 +143,7 @@ def load(rows: Rows, place: Place, turns: Sequence[int] = range(TURNS)) -> tuple
     scalar = plgpu.Layout.WG_SPLAT(())
     types = (plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar)
     result = [
-        plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=flat(128 * count))
+        plgpu.ShapeDtypeStruct((128 * count,), jnp.dtype(jnp.int32), layout=flat(128 * count))
         for count in (4 * loads, loads)
     ]
 

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from pallas_kernels.mosaic.activations import Limits, step_of
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
 from pallas_kernels.mosaic.scores import LOG2_E
@@ -50,7 +50,7 @@ def decays(
     """
     heads = dt.shape[1]
     body = _Decays(heads, size, dt_limits, interpret)
-    return plgpu.kernel(
+    return mosaic_kernel(
         body,
         out_type=jax.ShapeDtypeStruct((len(pieces.start), heads, 2, size), jnp.float32),
         grid=(len(pieces.start) * len(body.spans),),
@@ -62,7 +62,7 @@ def decays(
             plgpu.Barrier(num_arrivals=_SHARES),
         ),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name="ssd_decays",
     )(a_log, dt_bias, dt, pieces.start, pieces.length)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic.jax_versions import request_registers
-from pallas_kernels.mosaic.launch import interpreter
+from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled, untiled_swizzle
 from pallas_kernels.ssd_scan.mosaic_consumer import Consumer
@@ -35,7 +35,7 @@ _SWIZZLED, _TILED = untiled_swizzle(128), swizzled(SIDE, jnp.bfloat16)
 def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
     """Returns the function of arrays and of the pool's ref that launches the kernel."""
     g, s = kernel.geometry, kernel.schedule
-    return plgpu.kernel(
+    return mosaic_kernel(
         partial(_body, kernel),
         out_type=jax.ShapeDtypeStruct((tokens, g.sizes.d_inner), g.dtype),
         scratch_types=_scratch(kernel),
@@ -49,7 +49,7 @@ def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
-        interpret=interpreter(kernel.interpret),
+        interpret=kernel.interpret,
         kernel_name="ssd_scan",
     )
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
@@ -18,7 +17,7 @@ from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.activations import Limits, silu, step_of
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, interpreter
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Layout, Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, Piece, broadcast, load, row_pieces
 
@@ -85,14 +84,14 @@ def update(
     pool = jax.new_ref(states)
     gate = [] if z is None else [z]
     inputs = (a_log, d, dt_bias, xbc, dt, read_states, write_states, *gate)
-    out = plgpu.kernel(
+    out = mosaic_kernel(
         kernel.body,
         out_type=jax.ShapeDtypeStruct((len(xbc), *states.shape[1:3]), xbc.dtype),
         # All blocks are on one axis: grid axes other than the last are limited to 65535.
         grid=(len(xbc) * kernel.sizes.heads * kernel.shares,),
         grid_names=("block",),
         compiler_params=LANE_PARAMS,
-        interpret=interpreter(interpret),
+        interpret=interpret,
         kernel_name="ssd_update",
     )(*inputs, pool)
     return out, jax.freeze(pool)

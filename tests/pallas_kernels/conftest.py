@@ -1,12 +1,14 @@
 """Fixtures of the ops' suites."""
 
+from dataclasses import replace
+
 import jax
 import jaxtyping
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
-from pallas_kernels.mosaic import jax_versions
+from pallas_kernels.mosaic import jax_versions, launch
 
 # Part of the keys of JAX's caches of traces, so that no trace of the other forms is used.
 _OTHER_FORMS = jax.make_user_context(False)
@@ -25,6 +27,14 @@ def races():
     """Tells whether the interpreter saw a race, and leaves it as it was found."""
     yield lambda: interpreter.get_races().races_found
     interpreter.reset_gpu_interpret_mode_state()
+
+
+@pytest.fixture
+def races_may_follow(monkeypatch):
+    """Lets the interpreter go on after a race and record it; from JAX 0.12 on it raises otherwise."""
+    found = launch.INTERPRETER
+    recorded = {"on_race": "warn"} if hasattr(found, "on_race") else {}
+    monkeypatch.setattr(launch, "INTERPRETER", replace(found, **recorded))
 
 
 @pytest.fixture

@@ -319,6 +319,7 @@ MANY_ROWS_IN_FEW_BITS = {
 }
 
 
+@pytest.mark.usefixtures("races_may_follow")
 @pytest.mark.parametrize("kind", MANY_ROWS_IN_FEW_BITS)
 def test_interpreted_many_rows_widen_weights_in_few_bits_exactly(kind, races):
     """With hostile scales; scaled numbers of groups are rounded to x's dtype once."""
