@@ -2,13 +2,15 @@
 
     python -m benchmarks.loading --shape llama-3.1-8b
     python -m benchmarks.loading --shape llama-3.1-8b --buffers 8x12x32 16x24x16 8x12x32-pageable
+    python -m benchmarks.loading --shape llama-3.1-8b --quantization none fp8 int8 int4
     python -m benchmarks.loading --shape tiny --place build    # to try it on a CPU
 
 Writes a random checkpoint in bfloat16 under the names of the family, in shards of at most 5 GB, and reads it with
 `load_params`: once with the files out of the page cache ("disk"), then from it ("page cache"), there with each of the
-`--buffers`. Beside each is what the machine can do: plain reads of the same files with as many threads into buffers
-that are used again, and copies of pageable and of page-locked buffers to the device. Each load runs in a process of its
-own, whose growth of resident memory is recorded. Record: loading-SHAPE.
+`--buffers` and of the `--quantization`s, which round the weights while they are read. Beside each is what the machine
+can do: plain reads of the same files with as many threads into buffers that are used again, and copies of pageable and
+of page-locked buffers to the device. Each load runs in a process of its own, whose growth of resident memory is
+recorded. Record: loading-SHAPE.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +40,14 @@ from benchmarks.report import render
 from jaxkv.bench.shapes import SHAPES
 from jaxkv.models.registry import build_model, load_params, rules_for
 from jaxkv.weights import staging
+from jaxkv.weights.quantised.rounding import ROUNDINGS
 from jaxkv.weights.rules import expand
 from jaxkv.weights.safetensors import INDEX
 
 Row = dict[str, Any]
 
 SHARD_BYTES = 5 * 10**9
+_PLAIN = "none"
 _BLOCK = 2**23
 _READ = 2**23
 _THREADS = 8
@@ -181,20 +186,33 @@ def _resident_bytes(kind: str) -> int:
     return int(found[1]) * 1024
 
 
-def load_once(shape: str, folder: Path) -> Row:
-    """Loads the checkpoint; returns seconds, and by how many bytes the process's resident memory grew at its peak."""
+def load_once(shape: str, folder: Path, quantization: str | None) -> Row:
+    """Loads the checkpoint.
+
+    Returns seconds, by how many bytes the process's resident memory grew at its peak, and the bytes on the device.
+    """
     model = build_model(SHAPES[shape])
     jax.block_until_ready(jax.device_put(np.zeros(8)))
     # The peak begins anew, so that the start of JAX does not hide that of the loading.
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_bytes("VmRSS")
     start = time.perf_counter()
-    jax.block_until_ready(load_params(folder, model, dtype="bfloat16", progress=False))
+    options = {"dtype": "bfloat16", "quantization": quantization, "progress": False}
+    params = jax.block_until_ready(load_params(folder, model, **options))
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "host peak": _resident_bytes("VmHWM") - before}
+    on_device = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return {
+        "seconds": seconds,
+        "host peak": _resident_bytes("VmHWM") - before,
+        "on device": on_device,
+    }
 
 
-def measure(shape: str, folder: Path, variants: Sequence[Buffers]) -> list[Row]:
+Variant = tuple[Buffers, str | None]
+"""How leaves are staged, and how weights are rounded while they are read."""
+
+
+def measure(shape: str, folder: Path, variants: Sequence[Variant]) -> list[Row]:
     """Returns a row for each source of the bytes: from the disk with the first variant, then from the page cache."""
     size = write_checkpoint(shape, folder)
     copies = {"pageable copies GB/s": copy_bytes_per_second(2**28, locked=False, count=8)}
@@ -208,29 +226,32 @@ def measure(shape: str, folder: Path, variants: Sequence[Buffers]) -> list[Row]:
         plain = read_seconds(folder)
         if source == "disk":
             leave_page_cache(folder)
-        for buffers in those:
-            once = _load_in_process(shape, folder, buffers)
+        for buffers, quantization in those:
+            once = _load_in_process(shape, folder, buffers, quantization)
             rows.append(
                 {
                     "bytes from": source,
                     "buffers": str(buffers),
+                    "quantization": quantization,
                     "GB": round(size / 1e9, 2),
                     "seconds": round(once["seconds"], 2),
                     "GB/s": round(size / once["seconds"] / 1e9, 2),
                     "plain reads GB/s": round(size / plain / 1e9, 2),
                     **{name: round(found / 1e9, 2) for name, found in copies.items()},
                     "host peak GB": round(once["host peak"] / 1e9, 2),
+                    "on device GB": round(once["on device"] / 1e9, 2),
                 }
             )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
-def _load_in_process(shape: str, folder: Path, buffers: Buffers) -> Row:
+def _load_in_process(shape: str, folder: Path, buffers: Buffers, quantization: str | None) -> Row:
     """Returns what `load_once` does in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.loading", "--shape", shape]
+    variant = ["--buffers", str(buffers), "--quantization", quantization or _PLAIN]
+    command = [sys.executable, "-m", "benchmarks.loading", "--shape", shape, *variant]
     done = subprocess.run(
-        [*command, "--once", str(folder), "--buffers", str(buffers)],
+        [*command, "--once", str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -253,16 +274,25 @@ def main() -> None:
         metavar="READERSxBUFFERSxMEBIBYTES[-pageable]",
         help="how leaves are staged; the first is the one that loads from the disk too",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=[_PLAIN, *sorted(ROUNDINGS)],
+        nargs="+",
+        default=[_PLAIN],
+        help="how weights are rounded while they are read; the first is the one that loads from the disk too",
+    )
     parser.add_argument("--once", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--record", help="name of the record; loading-SHAPE if not given")
     parser.add_argument("--folder", type=Path, default=RECORDS, help="where records are written")
     options = parser.parse_args()
+    roundings = [None if name == _PLAIN else name for name in options.quantization]
     if options.once:
         options.buffers[0].use()
-        print(json.dumps(load_once(options.shape, options.once)))
+        print(json.dumps(load_once(options.shape, options.once, roundings[0])))
         return
     with tempfile.TemporaryDirectory(dir=options.place) as folder:
-        rows = measure(options.shape, Path(folder), options.buffers)
-    path = save_record(f"loading-{options.shape}", rows, folder=options.folder)
+        rows = measure(options.shape, Path(folder), list(product(options.buffers, roundings)))
+    path = save_record(options.record or f"loading-{options.shape}", rows, folder=options.folder)
     print(render(load_record(path)))
 
 

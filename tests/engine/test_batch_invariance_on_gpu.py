@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import LLM, SamplingParams, default_model
+from jaxkv.bench.shapes import SHAPES
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
+from jaxkv.models.registry import build_model
 from jaxkv.plan import model_for, plan_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
@@ -27,6 +30,7 @@ from tests.test_on_gpu import MODEL
 pytestmark = pytest.mark.gpu
 
 LONGEST = 256
+COUNT = 256
 
 
 def bits(array):
@@ -135,3 +139,51 @@ def test_requests_have_the_same_bits_alone_and_among_others():
         cached += sum(one.cached for one in served)
     assert preempted > 0
     assert cached > 0
+
+
+def texts_of(vocab):
+    """Returns prompts of 1 to 400 tokens, half of which begin alike, and parameters for all ways to draw."""
+    draw = random.Random(3)
+    stem = [draw.randrange(vocab) for _ in range(300)]
+    ways = (
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.1, "top_k": 20, "min_p": 0.02},
+    )
+    prompts = [
+        stem[: draw.choice((0, 0, 64, 250))]
+        + [draw.randrange(vocab) for _ in range(draw.randint(1, 150))]
+        for _ in range(COUNT)
+    ]
+    params = [
+        SamplingParams(
+            seed=at,
+            max_tokens=draw.randint(8, 48),
+            ignore_eos=True,
+            logprobs=1,
+            **({"temperature": 0.0} | ways[at % 3]),
+        )
+        for at in range(COUNT)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("name", ["package", "llama-3.1-8b"])
+def test_many_requests_in_two_orders_have_the_same_bits(name):
+    """The second order finds prefixes of the first in the cache, and shares its steps with other requests."""
+    options = {"cache": CacheConfig(max_sequences=96), "max_model_len": 512, "dtype": "bfloat16"}
+    options |= {"batch_invariant": True, "progress": False}
+    if name == "package":
+        llm = LLM(default_model.path(), **options)
+    else:
+        model = build_model(SHAPES[name])
+        params = model.init_params(jax.random.key(0), jnp.bfloat16)
+        llm = LLM.from_parts(model, params, **options)
+    prompts, params = texts_of(llm.model.vocab_size)
+    order = random.Random(5).sample(range(COUNT), COUNT)
+    with llm:
+        first = llm.generate(prompts, params)
+        second = llm.generate([prompts[at] for at in order], [params[at] for at in order])
+    for at, again in zip(order, second, strict=True):
+        assert again.outputs[0].token_ids == first[at].outputs[0].token_ids, at
+        assert again.outputs[0].logprobs == first[at].outputs[0].logprobs, at
