@@ -17,12 +17,12 @@ import jax
 import jaxlib
 import numpy as np
 from jax.core import Tracer
-from jax.experimental.topologies import TopologyDescription
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 from jaxlib._jax import Device
 
 import pallas_kernels
+from jaxkv.programs.topology import topology_digest
 
 # Words in the names of settings that change no program: where files are kept, what is logged.
 _HARMLESS = ("cache", "dump", "log", "traceback", "pprint", "transfer_guard", "source", "visible")
@@ -149,12 +149,11 @@ def _together(devices: Sequence[Device]) -> dict[str, Any]:
     """Returns by name what the programs of several devices depend on besides.
 
     An executable names its devices by their ids, and XLA chooses the kernels of its collectives by the links between
-    GPUs. These are in JAX's description of all devices of the machine, which has no readable form.
+    GPUs. These are in JAX's description of all devices of the machine.
     """
-    topology = TopologyDescription(list(devices)).serialize()
     return {
         "devices": {str(at): f"{one.device_kind} {one.id}" for at, one in enumerate(devices)},
-        "topology": hashlib.sha256(topology).hexdigest()[:16],
+        "topology": topology_digest(devices),
     }
 
 
