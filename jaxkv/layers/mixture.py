@@ -1,5 +1,6 @@
 """Mixture of experts: a router chooses a few experts for each token (Shazeer et al., 2017)."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,12 +16,12 @@ from jaxkv.layers.linear import linear, project
 from pallas_kernels import grouped_matmul
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
-from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits import CODES, FewBits
 from pallas_kernels.grouped_matmul.api import why_not_kernel
 
 _KERNEL = "mosaic_gpu"
-_FEW_BYTES = 128 * 2**20
-"""Bytes of the selected experts below which plain products are faster than sorting rows (grouped_matmul/NOTES.md)."""
+_FEW_NUMBERS = 2**26
+"""Weights of the selected experts below which plain products are faster than sorting rows (grouped_matmul/NOTES.md)."""
 _MOST_SORTED = 2**28
 """Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
 
@@ -91,13 +92,15 @@ def grouped_for(
 
     The result is our kernel if the family is ours and the kernel supports these sizes; if it does not, a fallback is
     recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there,
-    unless the order of sums is fixed.
+    unless the order of sums is fixed. Experts in 4 bits, which XLA widens slowly, always run on the kernel.
     """
     if implementation != _KERNEL:
         return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
-    per_expert = _bytes_of(up, down) // mixture.experts
-    if rows <= mixture.experts and rows * per_expert < _FEW_BYTES and not is_fixed():
+    per_expert = (math.prod(up.shape) + math.prod(down.shape)) // mixture.experts
+    is_small = rows <= mixture.experts and rows * per_expert < _FEW_NUMBERS
+    in_four_bits = isinstance(up, FewBits) and CODES[up.code].bits == 4
+    if is_small and not in_four_bits and not is_fixed():
         return None
     for weight, axis in ((up, 0), (down, 1)):
         # Experts in few bits take rows of the dtype of plain weights.
@@ -108,10 +111,6 @@ def grouped_for(
             note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
             return None
     return _KERNEL
-
-
-def _bytes_of(*weights: Any) -> int:  # noqa: ANN401 - arrays, `FewBits`, or their types
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
 def route(

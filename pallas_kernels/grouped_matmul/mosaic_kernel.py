@@ -26,7 +26,12 @@ from pallas_kernels.formats.few_bits import CODES
 from pallas_kernels.grouped_matmul.mosaic_schedule import PIECE, STAGED, Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_store import store_left_rows, store_right_rows
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW
-from pallas_kernels.mosaic.few_bits_turn import Factors, add_products, turn_factors
+from pallas_kernels.mosaic.few_bits_turn import (
+    Factors,
+    add_products,
+    add_widened,
+    turn_factors,
+)
 from pallas_kernels.mosaic.jax_versions import request_registers
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
@@ -233,7 +238,7 @@ class Block:
     def multiply_few_bits(
         self, warpgroup: Array, pair: Array, group: Array, column: Array
     ) -> Array:
-        """Returns the sums of a pair as `multiply` does; factors of the next turn are loaded at the end of one."""
+        """Returns the sums of a pair as `multiply` does; factors are loaded two turns ahead."""
         g, s, refs = self.geometry, self.schedule, self.refs
         packing, interpret = g.packing, self.interpret
         assert packing is not None
@@ -247,23 +252,29 @@ class Block:
             first = row * 0 + turn * s.chunk
             return turn_factors(arrays, row, first, s.chunk, packing, interpret=interpret)
 
+        def add(sums: Array, codes: Ref, x: Ref, factors: list[Factors]) -> Array:
+            if packing.scales_exactly(g.dtype):
+                return add_widened(
+                    sums, codes, x, factors, packing, scaled=True, interpret=interpret
+                )
+            ahead = int(s.window <= _FEW)
+            return add_products(
+                [sums], codes, x, [factors], packing, ahead=ahead, interpret=interpret
+            )[0]
+
         def process_turn(
-            turn: Array, carry: tuple[list[Array], list[Factors]]
-        ) -> tuple[list[Array], list[Factors]]:
-            sums, factors = carry
+            turn: Array, carry: tuple[Array, list[Factors], list[Factors]]
+        ) -> tuple[Array, list[Factors], list[Factors]]:
+            sums, factors, following = carry
             slot = self.slot(pair * self.turns + turn)
             plgpu.barrier_wait(refs["arrived"].at[slot])
-            codes, x = refs["weights"].at[slot, own], refs["rows"].at[slot]
-            ahead = int(s.window <= _FEW)
-            sums = add_products(
-                sums, codes, x, [factors], packing, ahead=ahead, interpret=interpret
-            )
+            sums = add(sums, refs["weights"].at[slot, own], refs["rows"].at[slot], factors)
             # Threads have read the codes by ordinary loads, which a copy into the stage must not overtake.
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs["free"].at[slot])
             # Behind the fence, which waits for all loads before it.
-            return sums, factors_of(turn + 1)
+            return sums, following, factors_of(turn + 2)
 
         zeros = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, s.width), jnp.float32), WGMMA)
-        carry = [zeros], factors_of(jnp.int32(0))
-        return lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, carry)[0][0]
+        carry = zeros, factors_of(jnp.int32(0)), factors_of(jnp.int32(1))
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, carry)[0]

@@ -170,8 +170,10 @@ class Schedule:
         most = _FEW_BITS_BYTES * 8 // geometry.bits
         chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
         packing = geometry.packing
+        assert packing is not None
         is_wide = window > _NARROW_WINDOWS[0] or is_fixed()
-        if is_wide and packing is not None and not honours_register_requests():
+        scales_sums = not packing.scales_exactly(geometry.dtype)
+        if is_wide and scales_sums and not honours_register_requests():
             # Under the fixed order turns, and with them the sums that are scaled, are equal for all windows.
             widest = _NARROW_WINDOWS[-1] if is_fixed() else window
             chunks = [

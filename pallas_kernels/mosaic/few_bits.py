@@ -11,7 +11,8 @@ picks one byte of every word. So neither the weight nor x is permuted. Codes bec
 Tiles lie in shared memory as (rows / 8, width / swizzle, 8, swizzle) with the usual XOR swizzle of 16-byte pieces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mosaic
@@ -47,6 +48,9 @@ UNIT = 32
 
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 """Dtypes of scales."""
+
+NARROW_SCALES = ("bfloat16", "float8_e8m0fnu")
+"""Those whose numbers are bfloat16."""
 
 _SWIZZLE, _PIECE = 128, 16
 # K of one wgmma instruction, and the 16-bit elements in a row of a swizzled tile.
@@ -91,6 +95,9 @@ _CONVERT = {
 _SCALE = """{{ .reg .b16 l, h; .reg .f32 x, y;
     mov.b32 {{l, h}}, $1; cvt.f32.{kind} x, l; cvt.f32.{kind} y, h;
     mul.f32 x, x, $2; mul.f32 y, y, $2; cvt.rn.{kind}x2.f32 $0, y, x; }}"""
+NARROW_SCALING = "{ .reg .b32 s; prmt.b32 s, $2, 0, 0x3232; mul.rn.bf16x2 $0, $1, s; }"
+"""PTX that multiplies two bfloat16 numbers, $1, by a float32 number that is one of bfloat16, $2, and rounds once."""
+
 _MULTIPLY = """{{
     .reg .pred adds;
     setp.ne.b32 adds, {adds}, 0;
@@ -108,6 +115,7 @@ def start_product(
     columns: int,
     interpret: bool,
     scales: Array | None = None,
+    are_narrow: bool = False,
     onto: Array | None = None,
 ) -> Array:
     """Issues the product of some columns; the result is valid only after `products.wait_for`.
@@ -121,6 +129,7 @@ def start_product(
         columns: number of columns, a multiple of `UNIT`.
         interpret: whether the interpreter runs this.
         scales: float32, one per row, likewise; they multiply the numbers, which are rounded to x's dtype.
+        are_narrow: whether scales have a dtype in `NARROW_SCALES`, which takes fewer instructions.
         onto: float32 [64, rows] to which the product is added, also one that was issued and not waited for.
 
     Returns:
@@ -153,7 +162,10 @@ def start_product(
             name: [vector.extract(register, [], [0]) for register in array.registers.flat]
             for name, array in zip(per_row, arrays, strict=False)
         }
-        left = _left_operands(codes_ref, codes.shape[1], factors, code, kind, first, columns)
+        scaled = partial(_scaled, kind=kind, are_narrow=are_narrow)
+        left = _left_operands(
+            codes_ref, codes.shape[1], factors, code, kind, first, columns, scaled
+        )
         nvvm.wgmma_fence_aligned()
         right = descriptor(x_ref, 0, chunk // _ELEMENTS * ROW_TILE * _SWIZZLE)
         sums = accumulators(arrays[-1]) if before else []
@@ -176,6 +188,7 @@ def _left_operands(
     kind: _Kind,
     first: int,
     columns: int,
+    scaled: Callable[[Value, Value], Value],
 ) -> dict[tuple[int, int], list[Value]]:
     """Returns this thread's two registers of numbers, by half of the rows and step.
 
@@ -187,6 +200,7 @@ def _left_operands(
         kind: dtype of the numbers.
         first: first column.
         columns: number of columns.
+        scaled: multiplies a register of two numbers by a scale.
     """
     start, bits, text = utils.memref_ptr(codes), CODES[code].bits, _conversion(code, kind)
     warp = divide(divide(utils.thread_idx(), 32)[0], 4)[1]
@@ -210,7 +224,7 @@ def _left_operands(
     if "scales" not in factors:
         return left
     return {
-        (half, step): [_scaled(pair, factors["scales"][half], kind) for pair in pairs]
+        (half, step): [scaled(pair, factors["scales"][half]) for pair in pairs]
         for (half, step), pairs in left.items()
     }
 
@@ -250,8 +264,11 @@ def _bases(zeros: list[Value] | None, kind: _Kind) -> list[Value]:
     return [arith.ori(times(zero, 0x00010001), constant(kind.magic)) for zero in zeros]
 
 
-def _scaled(pair: Value, scale: Value, kind: _Kind) -> Value:
+def _scaled(pair: Value, scale: Value, *, kind: _Kind, are_narrow: bool) -> Value:
     """Returns a register of two 16-bit numbers, multiplied by a float32 scale and rounded once."""
+    if are_narrow and kind.name == "bf16":
+        bits = arith.bitcast(i32(), scale)
+        return llvm.inline_asm(i32(), [pair, bits], NARROW_SCALING, "=r,r,r")
     text = _SCALE.format(kind=kind.name)
     return llvm.inline_asm(i32(), [pair, scale], text, "=r,r,f")
 

@@ -1,6 +1,7 @@
-"""One turn over a weight in 8 and 4 bits: its form, its scales, and the scaled sums of a pipeline stage.
+"""One turn over a weight in 8 and 4 bits: its form, its scales, and the products of a pipeline stage.
 
-The sums of each group of columns, or of `_SPAN` columns of a longer one, are scaled in float32 and added in order.
+`add_products` scales the sums of each group of columns, or of `_SPAN` columns of a longer one, in float32 and adds them
+in order. `add_widened` scales the numbers instead and adds all products in one accumulator.
 """
 
 from math import gcd
@@ -9,10 +10,18 @@ from typing import NamedTuple
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.device import WGMMA_ROWS
 from pallas_kernels.formats.few_bits import CODES, FewBits
-from pallas_kernels.mosaic.few_bits import SCALES, UNIT, load_scales, load_zeros, start_product
+from pallas_kernels.mosaic.few_bits import (
+    NARROW_SCALES,
+    SCALES,
+    UNIT,
+    load_scales,
+    load_zeros,
+    start_product,
+)
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.products import wait_for
 from pallas_kernels.mosaic.tiles import over_columns
@@ -61,6 +70,14 @@ class Packing(NamedTuple):
     def span(self, chunk: int) -> int:
         """Returns the columns of a turn of `chunk` columns whose sums are scaled at once."""
         return gcd(chunk, _SPAN if self.groups == 1 else gcd(self.group, _SPAN))
+
+    def scales_exactly(self, dtype: DTypeLike) -> bool:
+        """Returns whether a number times its scale is one of x's dtype: four bits times a power of two, in bfloat16.
+
+        Scales beyond 2**125, whose products with 6 are infinite, do not occur.
+        """
+        is_power = self.scales == "float8_e8m0fnu"
+        return is_power and self.bits == 4 and jnp.dtype(dtype) == jnp.bfloat16
 
     def refusal(self) -> str | None:
         """Returns why a kernel cannot multiply such a weight, or `None` if it can."""
@@ -151,3 +168,43 @@ def add_products(
         (found,) = wait_for(started.pop(0), interpret=interpret, pending=pending)
         sums[index] += found * over_columns(factors_of(index, place)[0], width)
     return sums
+
+
+def add_widened(
+    sums: Array,
+    codes: Ref,
+    x: Ref,
+    factors: list[Factors],
+    packing: Packing,
+    *,
+    scaled: bool,
+    interpret: bool,
+) -> Array:
+    """Returns the sums and the products of one turn, added in order; all have read the stage when it returns.
+
+    Args:
+        sums: float32 [64, rows].
+        codes: [64, bytes] in shared memory.
+        x: [rows, chunk] in shared memory.
+        factors: as `turn_factors` returns them.
+        packing: form of the weight.
+        scaled: whether the scales multiply the numbers, which are rounded to x's dtype; otherwise they are left out.
+        interpret: whether the interpreter runs this.
+    """
+    chunk = x.shape[1]
+    span = packing.span(chunk)
+    for place in range(chunk // span):
+        scales, *zeros = factors[place % len(factors)]
+        sums = start_product(
+            codes,
+            x,
+            zeros[0] if zeros else None,
+            code=packing.code,
+            first=place * span,
+            columns=span,
+            interpret=interpret,
+            scales=scales if scaled else None,
+            are_narrow=packing.scales in NARROW_SCALES,
+            onto=sums,
+        )
+    return wait_for(sums, interpret=interpret)[0]

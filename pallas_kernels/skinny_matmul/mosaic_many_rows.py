@@ -25,12 +25,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.formats.few_bits import CODES
-from pallas_kernels.mosaic.few_bits import start_product
-from pallas_kernels.mosaic.few_bits_turn import Factors, Packing, turn_factors
+from pallas_kernels.mosaic.few_bits_turn import Factors, Packing, add_widened, turn_factors
 from pallas_kernels.mosaic.jax_versions import assign, request_registers
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.products import wait_for
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, swizzled
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -293,9 +291,8 @@ class _Block:
         self, warpgroup: Array, index: Array, rows: Array, packing: Packing
     ) -> Array:
         """Returns the sums of a tile whose codes are widened; a scale for a whole row does not multiply them yet."""
-        refs, columns, by_row = self.refs, self.geometry.turn, packing.groups == 1
+        refs, by_row = self.refs, packing.groups == 1
         own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
-        span = packing.span(columns)
 
         def process_turn(
             turn: Array, carry: tuple[Array, list[Factors]]
@@ -304,20 +301,9 @@ class _Block:
             slot = self.slot(index * self.turns + turn)
             plgpu.barrier_wait(refs["arrived"].at[slot])
             codes, x = refs["weights"].at[slot, own], refs["inputs"].at[slot]
-            for place in range(columns // span):
-                scales, *zeros = factors[place % len(factors)]
-                sums = start_product(
-                    codes,
-                    x,
-                    zeros[0] if zeros else None,
-                    code=packing.code,
-                    first=place * span,
-                    columns=span,
-                    interpret=self.interpret,
-                    scales=None if by_row else scales,
-                    onto=sums,
-                )
-            (sums,) = wait_for(sums, interpret=self.interpret)
+            sums = add_widened(
+                sums, codes, x, factors, packing, scaled=not by_row, interpret=self.interpret
+            )
             # Threads have read the codes by ordinary loads, which a copy into the stage must not overtake.
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs["free"].at[slot])

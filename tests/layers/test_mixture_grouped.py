@@ -12,6 +12,7 @@ from jaxkv.layers import mixture as layer
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts
 from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.fixed_order import fixed_order
+from pallas_kernels.formats.few_bits import CODES, FewBits
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from tests.layers.jaxprs import equations
 from tests.layers.test_mixture import CASES, TOKENS, by_hand, drawn
@@ -75,14 +76,25 @@ def test_a_kernel_that_cannot_run_is_not_replaced():
         )
 
 
+def rounded(shape, code):
+    """Returns the type of a weight in few bits, with a scale for each 32 columns."""
+    *lead, inner = shape
+    codes = jax.ShapeDtypeStruct((*lead, inner * CODES[code].bits // 8), CODES[code].stored)
+    scales = jax.ShapeDtypeStruct((*lead, inner // 32), jnp.float8_e8m0fnu)
+    return FewBits(codes, scales, zeros=None, order=None, code=code)
+
+
 def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     """Sizes that the kernel does not take are recorded as a fallback."""
     monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
     mixture = MixtureConfig(experts=6, top_k=2, size=64, gated=True)
 
-    def chosen(implementation, size=64, dtype=jnp.bfloat16, tokens=4):
+    def chosen(implementation, size=64, dtype=jnp.bfloat16, tokens=4, code=None):
         shapes = {"experts_up": (6, 2 * size, 128), "experts_down": (128, 6, size)}
         params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+        if code is not None:
+            params = {name: rounded(weight.shape, code) for name, weight in params.items()}
+        params["router"] = jax.ShapeDtypeStruct((6, 128), dtype)
         return grouped_for(params, tokens, mixture=mixture, implementation=implementation)
 
     before = sum(fallbacks().values())
@@ -93,6 +105,9 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     assert chosen("mosaic_gpu", tokens=3, size=2**17) == "mosaic_gpu"
     with fixed_order():
         assert chosen("mosaic_gpu", tokens=3) == "mosaic_gpu"
+    # XLA is slow to widen 4 bits, however few experts are asked.
+    assert chosen("mosaic_gpu", tokens=3, code="float8_e4m3fn") is None
+    assert chosen("mosaic_gpu", tokens=3, code="float4_e2m1fn") == "mosaic_gpu"
     assert sum(fallbacks().values()) == before
     assert chosen("mosaic_gpu", size=60) is None
     assert chosen("mosaic_gpu", dtype=jnp.float32) is None

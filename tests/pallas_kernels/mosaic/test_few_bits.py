@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic.few_bits import conversion
+from pallas_kernels.mosaic.few_bits import NARROW_SCALING, conversion
 from pallas_kernels.mosaic.few_bits_by_warp import (
     pairs_of_word,
     power_conversion,
@@ -145,3 +145,20 @@ def test_words_of_powers_of_two_become_float32():
                 run_words(power_conversion(half), "bfloat16", word, results=2) for half in (0, 1)
             ]
         np.testing.assert_array_equal(np.array(words, np.uint32).view(np.float32).ravel(), wanted)
+
+
+def test_narrow_scales_multiply_pairs_with_one_rounding():
+    """Powers of two are exact, down to subnormal results; other bfloat16 scales round as a product in float64 would."""
+    draw = np.random.default_rng(0)
+    exponents = [-127, -126, -40, 0, 7, 120]
+    scales = [2.0**exponent for exponent in exponents]
+    scales += draw.normal(size=20).astype(ml_dtypes.bfloat16).astype(np.float64).tolist()
+    for scale in scales:
+        bits = int(np.float32(scale).view(np.uint32))
+        for low, high in draw.choice([*E2M1, -6, -0.5, 119, -127], size=(8, 2)).tolist():
+            pair = np.array([low, high], ml_dtypes.bfloat16).view(np.uint16).tolist()
+            found = run(NARROW_SCALING, "bfloat16", pair[0] | pair[1] << 16, bits)
+            wanted = np.array([low * scale, high * scale]).astype(ml_dtypes.bfloat16)
+            assert found == wanted.astype(np.float64).tolist()
+            if scale in scales[: len(exponents)] and max(abs(low), abs(high)) <= 6:
+                assert found == [low * scale, high * scale]
