@@ -4,6 +4,7 @@ It refuses what JAX would do silently: narrow or guess a dtype, embed arrays in 
 array of the cache changes its type.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.errors import ProgramRefused
+from pallas_kernels.argument_weights import argument_weights, computed_weights
+
+_LOG = logging.getLogger(__name__)
 
 CONSTANT_BYTES = 2**20
 """Most bytes of arrays in a program's code; more means that the function closes over weights or a cache."""
@@ -66,8 +70,7 @@ def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
         return _placed_like(lowering.function(*arguments), [specs[at] for at in donated])
 
     named.__name__ = name
-    # Not `keep_unused=True`: JAX 0.11's cache of pruned traces then holds each trace for the life of the process.
-    traced = jax.jit(named, donate_argnums=donated).trace(*specs)
+    traced = _traced(named, specs, donated)
     if lowering.cache_argument is not None:
         _check_cache_returns(name, specs[lowering.cache_argument], traced.out_info)
     constants = sum(getattr(constant, "nbytes", 0) for constant in traced.jaxpr.consts)
@@ -76,6 +79,21 @@ def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
             f"{name} has {constants:,} bytes of arrays in its code, at most {CONSTANT_BYTES:,} are allowed; "
             "pass weights and tables as arguments"
         )
+    return traced
+
+
+def _traced(
+    function: Callable[..., Any], specs: tuple[Any, ...], donated: tuple[int, ...]
+) -> jax.stages.Traced:
+    """Traces with weights as arguments (`argument_weights`), or without that promise if it turns out to be wrong."""
+    counts = [len(jax.tree.leaves(one)) for one in specs]
+    are_given = [at not in donated for at, count in enumerate(counts) for _ in range(count)]
+    # Not `keep_unused=True`: JAX 0.11's cache of pruned traces then holds each trace for the life of the process.
+    with argument_weights():
+        traced = jax.jit(function, donate_argnums=donated).trace(*specs)
+    if computed := computed_weights(traced.jaxpr.jaxpr, are_given):
+        _LOG.debug("%s computes weights of %s", function.__name__, ", ".join(sorted(computed)))
+        return jax.jit(function, donate_argnums=donated).trace(*specs)
     return traced
 
 

@@ -75,7 +75,8 @@ class ModelRunner:
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
-        self.params = params
+        # Steps may copy weights before a kernel before them has ended (`pallas_kernels.argument_weights`).
+        self.params = jax.block_until_ready(params)
         self.weight_version: WeightVersion = 0
         self._owns_params = owns_params
         self._param_types = ParamTypes(params)
@@ -128,7 +129,9 @@ class ModelRunner:
     def update_params(
         self, params: Params | Iterable[tuple[str, Any]], version: WeightVersion
     ) -> None:
-        """Runs every later program with new parameters. Programs in flight keep the old ones; no step is compiled.
+        """Runs every later program with new parameters, once they are computed; no step is compiled.
+
+        Programs in flight keep the old ones.
 
         Args:
             params: arrays of the same structure, shapes, dtypes and shardings, which are used as they are and must live
@@ -144,10 +147,10 @@ class ModelRunner:
         if isinstance(params, Mapping) or not isinstance(params, Iterable):
             if isinstance(self.model, TensorParallel):
                 self.model.refuse_undivided(params)
-            self.params = self._param_types.accept(params)
+            self.params = jax.block_until_ready(self._param_types.accept(params))
             self._owns_params = False
         else:
-            self.params = self._params_of_named(params)
+            self.params = jax.block_until_ready(self._params_of_named(params))
             self._owns_params = True
         self.weight_version = version
 

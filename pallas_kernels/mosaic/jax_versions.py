@@ -17,6 +17,10 @@ HONOURS_REGISTER_REQUESTS = _plain_store is None
 """Whether this JAX's assembler honours `setmaxnreg`; tests change it, all else calls `honours_register_requests`."""
 
 
+OVERLAPS_LAUNCHES = _plain_store is not None
+"""Whether kernels are nodes of one CUDA graph; tests change it, all else calls `overlaps_launches`."""
+
+
 def honours_register_requests() -> bool:
     """Returns whether warpgroups of a block can have different numbers of registers (`setmaxnreg`).
 
@@ -31,7 +35,7 @@ def overlaps_launches() -> bool:
 
     JAX 0.11 captures each kernel into a graph of its own, which has no programmatic edges to others.
     """
-    return _plain_store is not None
+    return OVERLAPS_LAUNCHES
 
 
 def request_registers(count: int, *, more: bool) -> None:

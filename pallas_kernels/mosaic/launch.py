@@ -23,6 +23,7 @@ def mosaic_kernel(
     body: Callable[..., None],
     *,
     interpret: bool,
+    early: bool = False,
     **options: Any,  # noqa: ANN401 - those of `plgpu.kernel`
 ) -> Callable[..., Any]:
     """Returns `plgpu.kernel(body, **options)`, whose blocks start while the kernel before it ends.
@@ -35,14 +36,21 @@ def mosaic_kernel(
     Args:
         body: the kernel.
         interpret: whether Pallas's interpreter runs the kernel on the CPU, with the strictest parameters.
+        early: whether `body` starts at once and calls `await_previous` itself. What it reads before must be written by
+            no kernel of the program.
         options: those of `plgpu.kernel`.
     """
     if interpret or not overlaps_launches():
         return plgpu.kernel(body, interpret=INTERPRETER if interpret else None, **options)
 
     def overlapping(*refs: Ref, **scratch: Ref) -> None:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
+        await_previous()
         body(*refs, **scratch)
 
-    return plgpu.kernel(overlapping, **options)
+    return plgpu.kernel(body if early else overlapping, **options)
+
+
+def await_previous() -> None:
+    """Waits until the kernel before has ended and its stores are visible, then lets the next kernel start."""
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()

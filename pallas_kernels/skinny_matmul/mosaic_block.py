@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.jax_versions import assign, first_rows
+from pallas_kernels.mosaic.launch import await_previous
 from pallas_kernels.mosaic.private_types import Ref, Slice
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -20,7 +21,8 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 class Block:
     """One block. A *turn* is an iteration over a tile's contraction; a *step* counts the turns of all its tiles.
 
-    `first_row` is the first row of the block's group in the call; `None` if the call is one group.
+    `first_row` is the first row of the block's group in the call; `None` if the call is one group. An `early` block
+    copies the weight's first turns before it waits for the kernel before.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class Block:
         ending: Ending,
         refs: Mapping[str, Ref],
         first_row: Array | None,
+        early: bool = False,
     ) -> None:
         g, s = self.geometry, self.schedule = geometry, schedule
+        self.early = early
         self.refs, self.first_row = refs, first_row
         self.block, self.split = lax.axis_index("block"), lax.axis_index("split")
         self.rank = lax.axis_index("share") if s.cluster > 1 else jnp.int32(0)
@@ -46,8 +50,15 @@ class Block:
         Args:
             multiply: returns the sums of a tile, rows of the weight x rows of x, as arrays of equal height.
         """
-        for step in range(min(self.schedule.stages, self.steps)):
-            self.fetch(jnp.int32(step), step)
+        first = range(min(self.schedule.stages, self.steps))
+        for step in first:
+            self.fetch_weight(jnp.int32(step), step)
+            if not self.early:
+                self.fetch_rows(jnp.int32(step), step)
+        if self.early:
+            await_previous()
+            for step in first:
+                self.fetch_rows(jnp.int32(step), step)
         self.end.prepare()
         if self.tiles == 1:
             self.process_tile(multiply, jnp.int32(0))
@@ -65,37 +76,42 @@ class Block:
         start = (self.block * self.tiles + tile) * s.columns
         return pl.multiple_of(jnp.minimum(start, g.out - s.columns), ROW_TILE)
 
-    def fetch(self, step: Array, slot: Array | int) -> None:
-        """Starts the copies of one turn into a stage; all warps must have passed a barrier since its last read."""
+    def fetch_weight(self, step: Array, slot: Array | int) -> None:
+        """Starts the copies of a turn's weight into a stage; all warps have passed a barrier since its last read."""
         g, s, refs = self.geometry, self.schedule, self.refs
-        tile, turn = lax.div(step, jnp.int32(self.turns)), lax.rem(step, jnp.int32(self.turns))
-        column = self.first_column(tile)
-        arrived = refs["arrived"].at[slot]
-        rows_of_x = first_rows(g.padded_rows)
-        if self.first_row is not None:
-            rows_of_x = pl.ds(self.first_row, g.padded_rows)
+        column = self.first_column(lax.div(step, jnp.int32(self.turns)))
+        octets, piece = s.chunk(g), g.piece
+        if g.packing is not None:
+            octets, piece = s.chunk(g) * g.bits // 8, g.piece_bytes
         for fold in range(s.folds):
-            chunk = (self.share * self.turns + turn) * s.folds + fold
-            inner = pl.ds(pl.multiple_of(chunk * s.chunk(g), g.piece), s.chunk(g))
-            octets = s.chunk(g) * g.bits // 8
-            stored = (
-                inner
-                if g.packing is None
-                else pl.ds(pl.multiple_of(chunk * octets, g.piece_bytes), octets)
-            )
+            stored = self._inner(step, fold, octets, piece)
             for part in range(g.parts):
                 rows = pl.multiple_of(column + part * g.out, ROW_TILE)
                 place = (fold * g.parts + part) * s.columns
                 plgpu.copy_gmem_to_smem(
                     refs["weight"].at[pl.ds(rows, s.columns), stored],
                     refs["weights"].at[pl.ds(self.stage(slot).start + place, s.columns)],
-                    arrived,
+                    refs["arrived"].at[slot],
                 )
+
+    def fetch_rows(self, step: Array, slot: Array | int) -> None:
+        """Starts the copies of a turn's rows of x likewise."""
+        g, s, refs = self.geometry, self.schedule, self.refs
+        rows = first_rows(g.padded_rows)
+        if self.first_row is not None:
+            rows = pl.ds(self.first_row, g.padded_rows)
+        for fold in range(s.folds):
             plgpu.copy_gmem_to_smem(
-                refs["x"].at[rows_of_x, inner],
+                refs["x"].at[rows, self._inner(step, fold, s.chunk(g), g.piece)],
                 refs["inputs"].at[slot, pl.ds(fold * g.padded_rows, g.padded_rows)],
-                arrived,
+                refs["arrived"].at[slot],
             )
+
+    def _inner(self, step: Array, fold: int, size: int, multiple: int) -> Slice:
+        """Returns the part of the contraction of a fold of a turn, in elements of which a chunk has `size`."""
+        turn = lax.rem(step, jnp.int32(self.turns))
+        chunk = (self.share * self.turns + turn) * self.schedule.folds + fold
+        return pl.ds(pl.multiple_of(chunk * size, multiple), size)
 
     def process_tile(self, multiply: "Multiply", tile: Array) -> None:
         """Computes the sums of one tile and runs the epilogue on them."""
@@ -136,7 +152,9 @@ class Block:
         @pl.when((step >= 0) & (later < self.steps))
         def _() -> None:
             plgpu.commit_smem()
-            self.fetch(later, lax.rem(later, jnp.int32(self.schedule.stages)))
+            slot = lax.rem(later, jnp.int32(self.schedule.stages))
+            self.fetch_weight(later, slot)
+            self.fetch_rows(later, slot)
 
 
 Multiply = Callable[[Block, Array], list[Array]]

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.argument_weights import are_arguments
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import rounded_rows
 from pallas_kernels.mosaic.activations import ACTIVATIONS, activated
+from pallas_kernels.mosaic.jax_versions import overlaps_launches
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_ending import Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -100,7 +102,8 @@ def skinny_matmul(
         part = min(schedule.columns, tiling.own_columns(geometry))
         found = multiply_many_rows(weight, x, extras, **plan, tiling=tiling, part=part)
     else:
-        found = multiply(weight, x, extras, **plan, schedule=schedule)
+        early = are_arguments() and overlaps_launches() and not interpret
+        found = multiply(weight, x, extras, **plan, schedule=schedule, early=early)
     if next_norm is None:
         return found[0]
     return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[options.norm_row])
@@ -115,7 +118,7 @@ def _runnable(geometry: Geometry, schedule: Schedule | None, problem: str | None
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
-@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret"))
+@partial(jax.jit, static_argnames=("schedule", "geometry", "ending", "interpret", "early"))
 def multiply(
     weight: Shaped[Array, "weights inner"] | FewBits,
     x: Float[Array, "rows inner"],
@@ -125,6 +128,7 @@ def multiply(
     geometry: Geometry,
     ending: Ending,
     interpret: bool = False,
+    early: bool = False,
 ) -> list[Array]:
     """Runs the kernel under a schedule, and adds up the results of its splits in order."""
     rows, groups = len(x), ceil(len(x) / geometry.rows)
@@ -134,7 +138,7 @@ def multiply(
         # TMA zero-fills rows past the end only within a single tile of 8, and the interpreter not at all.
         x = jnp.pad(x, ((0, geometry.padded_rows - geometry.rows), (0, 0)))
     in_kernel = ending if schedule.splits == 1 else Ending(jnp.float32)
-    kernel = Kernel(geometry, schedule, in_kernel, groups).build(interpret)
+    kernel = Kernel(geometry, schedule, in_kernel, groups, early).build(interpret)
     found = kernel(*jax.tree.leaves(weight), x, *(extras[name] for name in in_kernel.inputs))
     if groups > 1:
         return _first_rows(found, rows)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.argument_weights import EARLY
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.formats.few_bits import CODES
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
@@ -41,12 +42,14 @@ class Kernel:
         schedule: how the weight is divided.
         ending: the epilogue.
         groups: groups of rows, which are multiplied in the same way; blocks of one tile of the weight are adjacent.
+        early: whether the weight is copied before the kernel before has ended (`argument_weights`).
     """
 
     geometry: Geometry
     schedule: Schedule
     ending: Ending
     groups: int = 1
+    early: bool = False
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
         """Returns the function of the weight's arrays, x and the epilogue's inputs that launches the kernel.
@@ -67,7 +70,8 @@ class Kernel:
             # `Block` places every barrier between warps itself.
             compiler_params=LANE_PARAMS,
             interpret=interpret,
-            kernel_name="skinny_matmul",
+            early=self.early,
+            kernel_name="skinny_matmul" + (EARLY if self.early else ""),
         )
 
     def _out_type(self) -> list[jax.ShapeDtypeStruct]:
@@ -115,7 +119,7 @@ class Kernel:
         if self.groups > 1:
             # Each group has `MOST_ROWS` rows.
             first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
-        block = Block(self.geometry, self.schedule, self.ending, named | scratch, first)
+        block = Block(self.geometry, self.schedule, self.ending, named | scratch, first, self.early)
         if packing is None:
             block.run(multiply_wide)
             return

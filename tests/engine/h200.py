@@ -399,7 +399,17 @@ def report(name, lowering, dump):
         "turns": re.findall(r'known_trip_count":{"n":"(\d+)"', text),
         "collectives": re.findall(r" (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", text),
         "custom_calls": re.findall(r'custom_call_target="([^"]+)"', text),
+        "early_weights": early_weights(text),
     }
+
+
+def early_weights(text):
+    """Returns what makes the weights that kernels copy before the kernel before has ended."""
+    from pallas_kernels.argument_weights import EARLY
+
+    made_by = dict(re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\(", text))
+    weights = re.findall(rf" custom-call\(%([\w.\-]+).*{EARLY}/", text)
+    return sorted({made_by[weight] for weight in weights})
 
 
 def has_plugin():

@@ -201,6 +201,18 @@ def test_the_best_step_writes_attends_and_multiplies_in_kernels_of_ours(report, 
     assert report(name)["custom_calls"].count("mosaic_gpu_v2") == KERNELS[name]
 
 
+@each(*GOOD, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED)
+def test_weights_that_are_copied_early_are_made_by_no_kernel(report, name):
+    """A kernel before could still write them. Loops are given them in a tuple."""
+    assert set(report(name)["early_weights"]) <= {"parameter", "get-tuple-element"}
+
+
+@each("decode_best", "multi_step_processed")
+def test_kernels_of_a_step_copy_weights_early(report, name):
+    several = name.startswith("multi_step")
+    assert report(name)["early_weights"] == ["get-tuple-element" if several else "parameter"]
+
+
 @each(*(name for name in STEPS if name in KERNELS))
 def test_a_step_of_a_llama_calls_no_library(report, name):
     assert set(report(name)["custom_calls"]) <= {"mosaic_gpu_v2"}

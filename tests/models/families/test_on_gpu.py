@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.cache.spec import group_layers
+from jaxkv.cache.state import init_cache
+from jaxkv.models.implementation import _batch
 from jaxkv.models.registry import FAMILIES, build_model, read_config
+from pallas_kernels import device
+from pallas_kernels.argument_weights import EARLY, argument_weights, computed_weights
 from pallas_kernels.dispatch import fallbacks
+from pallas_kernels.mosaic import jax_versions
 from tests.models.driver import Driver
 
 transformers = pytest.importorskip("transformers")
@@ -326,3 +332,29 @@ def test_our_kernels_are_as_near_to_float32_as_xla(name):
     assert [key for key in fallbacks() if key[0] == "grouped_matmul"] == told
     assert off["xla"] < 0.3
     assert off["mosaic_gpu"] < 1.3 * off["xla"] + 0.01
+
+
+QUICK = ("llama", "gpt-oss", "deepseek-v3.2", "qwen3-next", "falcon-h1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
+def test_no_family_computes_a_weight(name, monkeypatch):
+    """Their kernels may copy weights before the kernel before has ended."""
+    monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
+    monkeypatch.setattr(jax_versions, "OVERLAPS_LAUNCHES", True)
+    family, options, cache_dtype = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**options).to_dict()
+    model = build_model(read_config(config | {"torch_dtype": "bfloat16"})).running("mosaic_gpu")
+    layout = group_layers(model.cache_specs(page_size=64, dtype=cache_dtype))
+    cache = init_cache(layout, {group.name: 9 for group in layout.groups})
+    batch = _batch(layout, 2, decode=True)
+
+    def step(params):
+        return model.logits(params, model.forward(params, cache, batch)[1])
+
+    with argument_weights():
+        traced = jax.make_jaxpr(step)(model.param_shapes("bfloat16"))
+    assert computed_weights(traced.jaxpr, [True] * len(traced.jaxpr.invars)) == set()
+    assert EARLY in str(traced)
