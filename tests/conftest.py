@@ -22,10 +22,10 @@ from hypothesis import settings
 
 from tests.shape_checks import check_shapes
 
-# Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations, with XLA's older
-# emitters and in one part, compiling takes less than half the processor time. `make test-all` sets the variable to 0
-# and runs the tests on programs as users compile them. XLA reads its flags when it first sees a device. Processes that
-# tests start inherit both variables.
+# Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations and in one part,
+# and with XLA's older emitters where JAX still has them, which is before 0.12, compiling takes less than half the
+# processor time. `make test-all` sets the variable to 0 and runs the tests on programs as users compile them. XLA reads
+# its flags when it first sees a device. Processes that tests start inherit both variables.
 QUICK_TO_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     "--xla_cpu_parallel_codegen_split_count=1"

@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import anthropic
 import httpx2
 import openai
 import pytest
@@ -26,6 +25,9 @@ def script(submit):
 @asynccontextmanager
 async def clients():
     """Yields the OpenAI client and the Anthropic client of one server with a key."""
+    # Imported here, since it takes two seconds of every process that collects tests.
+    import anthropic
+
     async with serving(script, tokenizer=CHATTY, keys=(KEY,)) as server:
         transport = httpx2.ASGITransport(server.app)
         async with httpx2.AsyncClient(transport=transport) as http:
@@ -119,6 +121,8 @@ def test_anthropic_calls_a_tool_and_returns_its_result():
 
 
 def test_their_errors_are_those_of_the_clients():
+    import anthropic
+
     async def test():
         async with clients() as (theirs, client):
             with pytest.raises(openai.BadRequestError) as caught:
