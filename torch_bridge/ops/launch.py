@@ -8,7 +8,7 @@ import ctypes
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,8 +16,14 @@ import torch
 from jax._src.lib.mlir.dialects import hlo
 from jax.experimental.mosaic.gpu import core
 
-_CLOSED_OVER = {"function", "launch_c"}
-"""Free variables of JAX's launch function: the loaded kernel, and the C function of kernel, stream and pointers."""
+_HAS_KERNEL = getattr(core, "_ABI_V2", False)
+"""Whether the C function that launches takes (kernel, function, stream, pointers, device), as from jaxlib 0.12 on,
+instead of (function, stream, pointers)."""
+
+_CLOSED_OVER = {"function", "launch_c", "torch"} | (
+    {"kernel"} if hasattr(core, "_ABI_V2") else set()
+)
+"""Free variables of JAX's launch function: the loaded kernel, the C function that launches it, and torch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,11 @@ class Launch:
         # The kernel is never unloaded, since a CUDA graph may launch it until the process ends.
         launch, _ = core._compile_as_torch_gpu_kernel(kernel.module)
         inner = inspect.getclosurevars(launch).nonlocals
-        self._function, self._launch = inner["function"], inner["launch_c"]
+        loaded = [inner["function"]]
+        self._last: tuple[int, ...] = ()
+        if _HAS_KERNEL:
+            loaded, self._last = [inner["kernel"], *loaded], (device.index,)
+        self._launch = partial(inner["launch_c"], *loaded)
         self._in_place = kernel.in_place
         self._device, self._index = device, device.index
         self._out = [(one.shape, getattr(torch, one.dtype.name)) for one in out]
@@ -61,7 +71,7 @@ class Launch:
         pointers += [tensor.data_ptr() for tensor in out]
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         # The launch copies the kernel's parameters, so the array of pointers may be freed afterwards.
-        self._launch(self._function, stream, (ctypes.c_void_p * len(pointers))(*pointers))
+        self._launch(stream, (ctypes.c_void_p * len(pointers))(*pointers), *self._last)
         return out
 
 
@@ -72,8 +82,8 @@ def why_not_launch() -> str | None:
     if make is None:
         return f"JAX {jax.__version__} has no compiler of Mosaic kernels for torch"
     inner = [code for code in make.__code__.co_consts if getattr(code, "co_name", "") == "launch"]
-    if len(inner) != 1 or not set(inner[0].co_freevars) >= _CLOSED_OVER:
-        return f"JAX {jax.__version__} launches kernels for torch in another way than 0.11.2"
+    if len(inner) != 1 or set(inner[0].co_freevars) != _CLOSED_OVER:
+        return f"JAX {jax.__version__} launches kernels for torch in another way than 0.11.2 and 0.12.0.1"
     return None
 
 

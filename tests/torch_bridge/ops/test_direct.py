@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -40,41 +41,61 @@ def test_another_jax_is_told_from_this_one(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Lets launches run nothing, and returns what they would have been given."""
+    """Lets JAX load kernels from a library that launches nothing, and returns what it would have been given.
+
+    A loaded kernel has the number of its bytes as its function.
+    """
     calls = []
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
-    launch_c = kind(lambda function, stream, args: calls.append((function, stream, args[:4])))
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    kinds = [ctypes.c_void_p, ctypes.c_void_p, pointers]
+    if launch._HAS_KERNEL:
+        kinds = [ctypes.c_void_p, *kinds, ctypes.c_int]
 
-    def compile_nothing(module):
-        function = len(module)
+    def note(*given):
+        # The pointers' array lives as long as the call.
+        calls.append([one[:4] if isinstance(one, pointers) else one for one in given])
 
-        def launch(pointers, device):
-            launch_c(function, None, pointers)
+    launch_c = ctypes.CFUNCTYPE(None, *kinds)(note)
+    address = ctypes.cast(launch_c, ctypes.c_void_p).value
 
-        return launch, None
+    class Function:
+        def __call__(self, module, size):
+            return size.value, address, 5
 
-    monkeypatch.setattr(launch.core, "_compile_as_torch_gpu_kernel", compile_nothing)
+    library = SimpleNamespace(MosaicGpuCompile=Function(), MosaicGpuUnload=Function())
+    monkeypatch.setattr(launch.core.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    return calls
+    yield lambda: [unpacked(given) for given in calls]
+    assert launch_c is not None, "the function lives as long as it may be called"
+
+
+def unpacked(given):
+    """Returns function, stream and pointers of a launch; the kernel and the device are the expected ones."""
+    if launch._HAS_KERNEL:
+        kernel, *given, device = given
+        assert (kernel, device) == (5, 3)
+    function, stream, pointers = given
+    return function, stream, pointers
 
 
 def test_a_launch_is_given_arguments_then_results_on_the_current_stream(launched):
     out = (jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), jax.ShapeDtypeStruct((5,), jnp.float32))
-    made = Launch(Lowered(b"twelve bytes", ()), out, torch.device("cpu"))
+    made = Launch(Lowered(b"twelve bytes", ()), out, torch.device("cpu", 3))
     tensors = torch.zeros(4), torch.zeros(2)
     first, second = made(*tensors)
     assert (first.shape, first.dtype) == ((2, 3), torch.bfloat16)
     assert (second.shape, second.dtype) == ((5,), torch.float32)
     pointers = [tensor.data_ptr() for tensor in (*tensors, first, second)]
-    assert launched == [(12, 77, pointers)]
+    assert launched() == [(12, 77, pointers)]
 
 
 def test_results_in_place_are_the_arguments_own_memory(launched):
-    made = Launch(Lowered(b"", (1, 0)), (), torch.device("cpu"))
+    made = Launch(Lowered(b"", (1, 0)), (), torch.device("cpu", 3))
     left, right = torch.zeros(4), torch.zeros(4)
     assert made(left, right) == []
     pointers = [left.data_ptr(), right.data_ptr()]
-    assert launched[0][2] == [*pointers, *reversed(pointers)]
+    assert launched()[0][2] == [*pointers, *reversed(pointers)]
 
 
 def test_a_function_that_does_more_than_launch_a_kernel_is_not_launched():
