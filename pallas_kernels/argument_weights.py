@@ -1,11 +1,11 @@
-"""Weights that are arguments of the program: kernels may copy them before the kernel before has ended.
+"""Weights that are arguments of the program: kernels may copy them while the previous kernel still runs.
 
-From JAX 0.12 on, a kernel's blocks start while the kernel before it ends (`pallas_kernels.mosaic.launch`), and wait
-before they read what that kernel may have written. A weight that is an argument of the program is written by none of
-its kernels, so its first chunks may be on their way into shared memory meanwhile. A kernel sees a traced array, not
-where that comes from. So whoever traces a whole program promises it with `argument_weights`, and checks the promise in
-the finished trace with `computed_weights`. The arguments must not be donated, and must be complete when the program is
-launched: another program that still writes them on the same stream is not waited for.
+From JAX 0.12 on, a kernel's blocks start while the previous kernel ends (`pallas_kernels.mosaic.launch`), and wait
+before they read what that kernel may have written. No kernel of a program writes a weight that is an argument of it, so
+its first chunks may be copied into shared memory meanwhile. A kernel sees a traced array, not where that comes from. So
+the code that traces a whole program promises it with `argument_weights`, and checks the promise in the finished trace
+with `computed_weights`. The arguments must not be donated, and must be complete when the program is launched: another
+program that still writes them on the same stream is not waited for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,12 @@ _ARE_ARGUMENTS = jax.make_user_context(False)
 
 _KERNELS = ("mpmd_map", "core_map", "pallas_call")
 """What a kernel is in a trace; the first in JAX 0.11 and 0.12."""
+
+_POSITIONAL = (
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "shard_map"),
+)
+"""Primitives whose inner traces have their inputs in order."""
 
 EARLY = "_of_argument"
 """End of the names of kernels that copy their first operand early."""
@@ -71,13 +77,13 @@ def _inner(equation: JaxprEqn, given: list[bool]) -> Iterator[tuple[Jaxpr, list[
                 own = given[: _constants_of_scan(params)]
             elif kind == "cond":
                 own = given[1:]
-            elif len(inner.invars) != len(given):
+            elif kind not in _POSITIONAL or len(inner.invars) != len(given):
                 own = []
             yield inner, own + [False] * (len(inner.invars) - len(own))
 
 
 def _constants_of_scan(params: Mapping[str, Any]) -> int:
-    """Returns the number of inputs that are the same in all iterations; 0 where JAX no longer tells it like this."""
+    """Returns the number of inputs that are the same in all iterations; 0 if this version of JAX hides it."""
     try:
         constants, *_ = params["ft_in"].unpack()
         return len(constants)

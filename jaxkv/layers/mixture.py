@@ -92,14 +92,16 @@ def grouped_for(
 
     The result is our kernel if the family is ours and the kernel supports these sizes; if it does not, a fallback is
     recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there,
-    unless the order of sums is fixed. Experts in 4 bits, which XLA widens slowly, always run on the kernel.
+    unless the order of sums is fixed. Experts in 4 bits, which XLA widens slowly, run on the kernel if it takes them.
     """
     if implementation != _KERNEL:
         return None
     rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
     per_expert = (math.prod(up.shape) + math.prod(down.shape)) // mixture.experts
     is_small = rows <= mixture.experts and rows * per_expert < _FEW_NUMBERS
-    in_four_bits = isinstance(up, FewBits) and CODES[up.code].bits == 4
+    in_four_bits = any(
+        isinstance(weight, FewBits) and CODES[weight.code].bits == 4 for weight in (up, down)
+    )
     if is_small and not in_four_bits and not is_fixed():
         return None
     for weight, axis in ((up, 0), (down, 1)):

@@ -75,7 +75,7 @@ class ModelRunner:
     ) -> None:
         self.implementation = choose_implementation(model, params, layout, counts)
         self.model = model.running(self.implementation.name)
-        # Steps may copy weights before a kernel before them has ended (`pallas_kernels.argument_weights`).
+        # Steps may copy weights while an earlier kernel still runs (`pallas_kernels.argument_weights`).
         self.params = jax.block_until_ready(params)
         self.weight_version: WeightVersion = 0
         self._owns_params = owns_params
@@ -150,7 +150,7 @@ class ModelRunner:
             self.params = jax.block_until_ready(self._param_types.accept(params))
             self._owns_params = False
         else:
-            self.params = jax.block_until_ready(self._params_of_named(params))
+            self.params = self._params_of_named(params)
             self._owns_params = True
         self.weight_version = version
 

@@ -166,11 +166,11 @@ class Schedule:
     @classmethod
     def _of_few_bits(cls, geometry: Geometry, window: int) -> "Schedule":
         """Returns the schedule for a weight in few bits: one block per SM, whose registers two consumers fill."""
+        packing = geometry.packing
+        assert packing is not None
         columns = min(_MOST_CONSUMERS, geometry.out // WGMMA_ROWS) * WGMMA_ROWS
         most = _FEW_BITS_BYTES * 8 // geometry.bits
         chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
-        packing = geometry.packing
-        assert packing is not None
         is_wide = window > _NARROW_WINDOWS[0] or is_fixed()
         scales_sums = not packing.scales_exactly(geometry.dtype)
         if is_wide and scales_sums and not honours_register_requests():

@@ -74,7 +74,7 @@ class Packing(NamedTuple):
     def scales_exactly(self, dtype: DTypeLike) -> bool:
         """Returns whether a number times its scale is one of x's dtype: four bits times a power of two, in bfloat16.
 
-        Scales beyond 2**125, whose products with 6 are infinite, do not occur.
+        Scales must be at most 2**125: the product of a larger one with 6 is infinite.
         """
         is_power = self.scales == "float8_e8m0fnu"
         return is_power and self.bits == 4 and jnp.dtype(dtype) == jnp.bfloat16

@@ -1,10 +1,11 @@
-"""Launch of Mosaic GPU kernels: what all of them share, and how a launch overlaps the kernel before it."""
+"""Launch of Mosaic GPU kernels: what all of them share, and how a launch overlaps the previous kernel."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
+from pallas_kernels.argument_weights import EARLY
 from pallas_kernels.mosaic.jax_versions import overlaps_launches
 from pallas_kernels.mosaic.private_types import Ref
 
@@ -26,20 +27,22 @@ def mosaic_kernel(
     early: bool = False,
     **options: Any,  # noqa: ANN401 - those of `plgpu.kernel`
 ) -> Callable[..., Any]:
-    """Returns `plgpu.kernel(body, **options)`, whose blocks start while the kernel before it ends.
+    """Returns `plgpu.kernel(body, **options)`, whose blocks start while the previous kernel ends.
 
-    From JAX 0.12 on a kernel is a node of the step's CUDA graph with a programmatic edge from the kernel before it
+    From JAX 0.12 on a kernel is a node of the step's CUDA graph with a programmatic edge from the previous kernel
     (programmatic dependent launch, CUDA C++ Programming Guide). Its blocks take the places of blocks that have ended,
     initialise their barriers and wait; `body` runs once that kernel has ended and its stores are visible. Every kernel
-    waits before it lets the next one start, so all that ran earlier has ended too.
+    waits before it lets the next one start, so all earlier kernels have ended too.
 
     Args:
         body: the kernel.
         interpret: whether Pallas's interpreter runs the kernel on the CPU, with the strictest parameters.
-        early: whether `body` starts at once and calls `await_previous` itself. What it reads before must be written by
-            no kernel of the program.
+        early: whether `body` starts at once and calls `await_previous` itself. Until then it may read its first operand
+            alone, which must be an argument of the program; the name ends with `argument_weights.EARLY`.
         options: those of `plgpu.kernel`.
     """
+    if early:
+        options["kernel_name"] += EARLY
     if interpret or not overlaps_launches():
         return plgpu.kernel(body, interpret=INTERPRETER if interpret else None, **options)
 
@@ -50,7 +53,11 @@ def mosaic_kernel(
     return plgpu.kernel(body if early else overlapping, **options)
 
 
-def await_previous() -> None:
-    """Waits until the kernel before has ended and its stores are visible, then lets the next kernel start."""
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
+def await_previous(*, interpret: bool = False) -> None:
+    """Waits until the previous kernel has ended and its stores are visible, then lets the next one start.
+
+    Under the interpreter there is nothing to wait for.
+    """
+    if not interpret:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()

@@ -10,7 +10,6 @@ from jax import Array, lax
 
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.jax_versions import assign, first_rows
-from pallas_kernels.mosaic.launch import await_previous
 from pallas_kernels.mosaic.private_types import Ref, Slice
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
 from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
@@ -21,8 +20,8 @@ from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 class Block:
     """One block. A *turn* is an iteration over a tile's contraction; a *step* counts the turns of all its tiles.
 
-    `first_row` is the first row of the block's group in the call; `None` if the call is one group. An `early` block
-    copies the weight's first turns before it waits for the kernel before.
+    `first_row` is the first row of the block's group in the call; `None` if the call is one group. `await_previous`, if
+    it is given, waits for the previous kernel, whose end the copies of the weight's first turns need not await.
     """
 
     def __init__(
@@ -32,10 +31,10 @@ class Block:
         ending: Ending,
         refs: Mapping[str, Ref],
         first_row: Array | None,
-        early: bool = False,
+        await_previous: Callable[[], None] | None = None,
     ) -> None:
         g, s = self.geometry, self.schedule = geometry, schedule
-        self.early = early
+        self.await_previous = await_previous
         self.refs, self.first_row = refs, first_row
         self.block, self.split = lax.axis_index("block"), lax.axis_index("split")
         self.rank = lax.axis_index("share") if s.cluster > 1 else jnp.int32(0)
@@ -53,10 +52,10 @@ class Block:
         first = range(min(self.schedule.stages, self.steps))
         for step in first:
             self.fetch_weight(jnp.int32(step), step)
-            if not self.early:
+            if self.await_previous is None:
                 self.fetch_rows(jnp.int32(step), step)
-        if self.early:
-            await_previous()
+        if self.await_previous is not None:
+            self.await_previous()
             for step in first:
                 self.fetch_rows(jnp.int32(step), step)
         self.end.prepare()
@@ -80,11 +79,11 @@ class Block:
         """Starts the copies of a turn's weight into a stage; all warps have passed a barrier since its last read."""
         g, s, refs = self.geometry, self.schedule, self.refs
         column = self.first_column(lax.div(step, jnp.int32(self.turns)))
-        octets, piece = s.chunk(g), g.piece
+        size, piece = s.chunk(g), g.piece
         if g.packing is not None:
-            octets, piece = s.chunk(g) * g.bits // 8, g.piece_bytes
+            size, piece = s.chunk(g) * g.bits // 8, g.piece_bytes
         for fold in range(s.folds):
-            stored = self._inner(step, fold, octets, piece)
+            stored = self._inner(step, fold, size, piece)
             for part in range(g.parts):
                 rows = pl.multiple_of(column + part * g.out, ROW_TILE)
                 place = (fold * g.parts + part) * s.columns

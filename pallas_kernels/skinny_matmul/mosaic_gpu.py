@@ -102,7 +102,7 @@ def skinny_matmul(
         part = min(schedule.columns, tiling.own_columns(geometry))
         found = multiply_many_rows(weight, x, extras, **plan, tiling=tiling, part=part)
     else:
-        early = are_arguments() and overlaps_launches() and not interpret
+        early = are_arguments() and overlaps_launches()
         found = multiply(weight, x, extras, **plan, schedule=schedule, early=early)
     if next_norm is None:
         return found[0]

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.argument_weights import EARLY
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.formats.few_bits import CODES
-from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
+from pallas_kernels.mosaic.launch import LANE_PARAMS, await_previous, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
 from pallas_kernels.skinny_matmul.mosaic_block import Block
@@ -42,7 +41,7 @@ class Kernel:
         schedule: how the weight is divided.
         ending: the epilogue.
         groups: groups of rows, which are multiplied in the same way; blocks of one tile of the weight are adjacent.
-        early: whether the weight is copied before the kernel before has ended (`argument_weights`).
+        early: whether the weight is copied while the previous kernel still runs (`argument_weights`).
     """
 
     geometry: Geometry
@@ -71,7 +70,7 @@ class Kernel:
             compiler_params=LANE_PARAMS,
             interpret=interpret,
             early=self.early,
-            kernel_name="skinny_matmul" + (EARLY if self.early else ""),
+            kernel_name="skinny_matmul",
         )
 
     def _out_type(self) -> list[jax.ShapeDtypeStruct]:
@@ -119,7 +118,8 @@ class Kernel:
         if self.groups > 1:
             # Each group has `MOST_ROWS` rows.
             first = pl.multiple_of(lax.axis_index("group") * self.geometry.rows, ROW_TILE)
-        block = Block(self.geometry, self.schedule, self.ending, named | scratch, first, self.early)
+        begin = partial(await_previous, interpret=interpret) if self.early else None
+        block = Block(self.geometry, self.schedule, self.ending, named | scratch, first, begin)
         if packing is None:
             block.run(multiply_wide)
             return

@@ -23,9 +23,11 @@ def test_the_checkpoint_has_several_shards_and_every_parameter(tmp_path, monkeyp
 
 def test_a_load_is_timed_and_a_failing_one_is_an_error(tmp_path):
     loading.write_checkpoint("tiny", tmp_path)
-    once = loading.load_once("tiny", tmp_path)
+    once = loading.load_once("tiny", tmp_path, None)
     assert once["seconds"] > 0
+    rounded = loading.load_once("tiny", tmp_path, "int8")
+    assert rounded["on device"] < once["on device"]
     next(tmp_path.glob("*.safetensors")).write_bytes(b"cut short")
     with pytest.raises(Exception, match="declares a header"):
-        loading.load_once("tiny", tmp_path)
+        loading.load_once("tiny", tmp_path, None)
     assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]

@@ -404,12 +404,52 @@ def report(name, lowering, dump):
 
 
 def early_weights(text):
-    """Returns what makes the weights that kernels copy before the kernel before has ended."""
+    """Returns where the weights come from that kernels copy while the previous kernel runs.
+
+    That is "argument" for one of the program, "argument of a loop" for one that a loop is given, and otherwise the
+    opcode of the instruction that makes it.
+    """
+    from jaxkv.programs.hlo import parse_module
     from pallas_kernels.argument_weights import EARLY
 
-    made_by = dict(re.findall(r"%([\w.\-]+) = \S+ ([\w\-]+)\(", text))
-    weights = re.findall(rf" custom-call\(%([\w.\-]+).*{EARLY}/", text)
-    return sorted({made_by[weight] for weight in weights})
+    module = parse_module(text)
+    lines = {
+        name: {one.name: one for one in module.computations[name]} for name in module.computations
+    }
+    loops = {
+        callee: (name, one)
+        for name, instructions in lines.items()
+        for one in instructions.values()
+        if one.opcode == "while"
+        for callee in one.callees
+    }
+
+    def source(computation, name):
+        one = lines[computation][name]
+        if one.opcode == "bitcast":
+            return source(computation, one.operands[0])
+        if one.opcode == "parameter" and computation == module.entry:
+            return "argument"
+        if one.opcode != "get-tuple-element" or computation not in loops:
+            return one.opcode
+        if lines[computation][one.operands[0]].opcode != "parameter":
+            return lines[computation][one.operands[0]].opcode
+        outside, loop = loops[computation]
+        given = lines[outside][loop.operands[0]]
+        if given.opcode != "tuple":
+            return given.opcode
+        found = source(outside, given.operands[one.index])
+        return "argument of a loop" if found.startswith("argument") else found
+
+    calls = re.findall(rf"%([\w.\-]+) = [^\n]* custom-call\([^\n]*{EARLY}/", text)
+    return sorted(
+        {
+            source(computation, lines[computation][call].operands[0])
+            for call in calls
+            for computation in lines
+            if call in lines[computation]
+        }
+    )
 
 
 def has_plugin():

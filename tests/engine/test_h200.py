@@ -203,14 +203,14 @@ def test_the_best_step_writes_attends_and_multiplies_in_kernels_of_ours(report, 
 
 @each(*GOOD, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED)
 def test_weights_that_are_copied_early_are_made_by_no_kernel(report, name):
-    """A kernel before could still write them. Loops are given them in a tuple."""
-    assert set(report(name)["early_weights"]) <= {"parameter", "get-tuple-element"}
+    """The previous kernel could still write what it makes."""
+    assert set(report(name)["early_weights"]) <= {"argument", "argument of a loop"}
 
 
 @each("decode_best", "multi_step_processed")
 def test_kernels_of_a_step_copy_weights_early(report, name):
     several = name.startswith("multi_step")
-    assert report(name)["early_weights"] == ["get-tuple-element" if several else "parameter"]
+    assert report(name)["early_weights"] == ["argument of a loop" if several else "argument"]
 
 
 @each(*(name for name in STEPS if name in KERNELS))

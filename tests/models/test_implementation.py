@@ -24,7 +24,7 @@ from tests.layers.jaxprs import equations
 
 LAYERS = 3
 KERNELS = ("mpmd_map", "core_map", "pallas_call")
-"""What a kernel is in a jaxpr; the first in jax 0.11."""
+"""What a kernel is in a jaxpr; the first in JAX 0.11 and 0.12."""
 
 
 @pytest.fixture

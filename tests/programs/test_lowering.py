@@ -39,7 +39,7 @@ def test_a_weight_that_is_an_argument_is_copied_early():
     "function",
     [
         lambda params, cache, x: multiply(params["a"] * 2, x),
-        # One of two products is enough: a kernel cannot tell its weight from the other's.
+        # One of two products is enough: the promise is for a whole program.
         lambda params, cache, x: multiply(params["a"].T, multiply(params["a"], x)),
         # The cache is donated, so the program may write it.
         lambda params, cache, x: multiply(cache, x),

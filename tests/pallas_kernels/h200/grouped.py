@@ -7,9 +7,10 @@ def programs():
     import jax.numpy as jnp
 
     from pallas_kernels.fixed_order import fixed_order
-    from pallas_kernels.formats.few_bits import FewBits
+    from pallas_kernels.formats.few_bits import CODES, FewBits
     from pallas_kernels.grouped_matmul import mosaic_gpu
     from pallas_kernels.grouped_matmul.cases import CASES
+    from tests.pallas_kernels.few_bits import KINDS
 
     cases = {case.name: case for case in CASES}
 
@@ -26,13 +27,15 @@ def programs():
 
         return run, (x, weight, sizes)
 
-    def in_mxfp4(name):
-        case = cases[name]
+    def in_few_bits(name, kind):
+        case, (code, group, dtype, has_zeros) = cases[name], KINDS[kind]
         lead = case.weight_shape[:2]
-        codes = jax.ShapeDtypeStruct((*lead, case.inner // 2), jnp.uint8)
-        scales = jax.ShapeDtypeStruct((*lead, case.inner // 32), jnp.float8_e8m0fnu)
+        stored = case.inner * CODES[code].bits // 8
+        codes = jax.ShapeDtypeStruct((*lead, stored), CODES[code].stored)
+        scales = jax.ShapeDtypeStruct((*lead, case.inner // group), jnp.dtype(dtype))
+        zeros = jax.ShapeDtypeStruct(scales.shape, jnp.uint8) if has_zeros else None
         run, (x, _, sizes) = multiply(name)
-        return run, (x, FewBits(codes, scales, None, None, "float4_e2m1fn"), sizes)
+        return run, (x, FewBits(codes, scales, zeros, None, code), sizes)
 
     def in_fixed_order(name):
         run, arguments = multiply(name)
@@ -44,6 +47,14 @@ def programs():
         return run_in_order, arguments
 
     names = ["qwen3-next-up-t8", "gpt-oss-up-t8", "gpt-oss-down-t2048"]
-    few = {f"{name} mxfp4": in_mxfp4(name) for name in ("gpt-oss-up-t8", "gpt-oss-down-t2048")}
+    kinds = {
+        "gpt-oss-up-t8": ("mxfp4",),
+        "gpt-oss-down-t2048": ("mxfp4",),
+        "qwen3-next-up-t8": ("int4 by 64, zeros", "e4m3 by 128"),
+        "qwen3-next-down-t2048": ("int4 by 64, zeros", "e4m3 by 128"),
+    }
+    few = {
+        f"{name} {kind}": in_few_bits(name, kind) for name, many in kinds.items() for kind in many
+    }
     ordered = {f"{name} in a fixed order": in_fixed_order(name) for name in names[2:]}
     return {name: multiply(name) for name in names} | few | ordered

@@ -16,7 +16,7 @@ PROGRAMS = {
         **{"skinny": 5, "states": 5, "writes": 6},
     },
     "rest": {
-        **{"choices": 3, "decode": 6, "grouped": 4, "ragged": 3},
+        **{"choices": 3, "decode": 6, "grouped": 8, "ragged": 3},
         **{"skinny": 23, "states": 5, "writes": 3},
     },
 }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.argument_weights import argument_weights
 from pallas_kernels.device import (
     NEWEST_JAX,
     RESERVED_BYTES_PER_BLOCK,
@@ -15,6 +16,7 @@ from pallas_kernels.device import (
 )
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.mosaic import jax_versions
 from pallas_kernels.mosaic.few_bits_turn import Packing
 from pallas_kernels.skinny_matmul import mosaic_gpu, mosaic_join, mosaic_tiling
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
@@ -277,6 +279,22 @@ FEW_BITS = {
     "int4 by 64, zeros": (40, 448, (64, 1, 1, 2, 1, 1)),
     "mxfp4": (3, 320, (64, 1, 1, 2, 1, 9)),
 }
+
+
+@pytest.mark.parametrize("name", ["folds", "gates and folds", "tiles in turn, the last one early"])
+def test_interpreted_early_copies_of_the_weight_change_no_bit(name, races, monkeypatch):
+    monkeypatch.setattr(jax_versions, "OVERLAPS_LAUNCHES", True)
+    case, cuts = CUTS[name]
+    inputs = device(case.inputs(1))
+    options = {"schedule": Schedule(*cuts), "interpret": True}
+    late = multiply(**inputs, **options)
+    with argument_weights():
+        assert "of_argument" in str(jax.make_jaxpr(lambda: multiply(**inputs, **options))())
+        early = multiply(**inputs, **options)
+    assert bits(early) == bits(late)
+    assert not races()
+
+
 FAST = ["e4m3 by 128", "int4 by 128", "int4 by 64, zeros"]
 SLOW = [kind for kind in FEW_BITS if kind not in FAST]
 
