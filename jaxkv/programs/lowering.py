@@ -85,9 +85,14 @@ def trace(name: str, lowering: Lowering) -> jax.stages.Traced:
 def _traced(
     function: Callable[..., Any], specs: tuple[Any, ...], donated: tuple[int, ...]
 ) -> jax.stages.Traced:
-    """Traces with weights as arguments (`argument_weights`), or without that promise if it turns out to be wrong."""
+    """Traces with weights as arguments (`argument_weights`), or without that promise if it turns out to be wrong.
+
+    Only the parameters, the first argument, are complete before every launch.
+    """
     counts = [len(jax.tree.leaves(one)) for one in specs]
-    are_given = [at not in donated for at, count in enumerate(counts) for _ in range(count)]
+    are_given = [
+        at == 0 and at not in donated for at, count in enumerate(counts) for _ in range(count)
+    ]
     # Not `keep_unused=True`: JAX 0.11's cache of pruned traces then holds each trace for the life of the process.
     with argument_weights():
         traced = jax.jit(function, donate_argnums=donated).trace(*specs)

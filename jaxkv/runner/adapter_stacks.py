@@ -62,12 +62,14 @@ class AdapterStacks:
         }
         if isinstance(self._model, TensorParallel):
             own = self._model.divided(own)
-        self.arrays = {
+        written = {
             path: jax.device_put(
                 _write(stack, index, own[path]), jax.tree.map(lambda array: array.sharding, stack)
             )
             for path, stack in self.arrays.items()
         }
+        # They are part of a step's parameters, which are complete before it is launched.
+        self.arrays = jax.block_until_ready(written)
 
 
 def leaves_of(model: Model, config: LoraConfig, dtype: str) -> LoraLeaves:

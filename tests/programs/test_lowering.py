@@ -38,13 +38,15 @@ def test_a_weight_that_is_an_argument_is_copied_early():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda params, cache, x: multiply(params["a"] * 2, x),
+        lambda params, cache, x, _: multiply(params["a"] * 2, x),
         # One of two products is enough: the promise is for a whole program.
-        lambda params, cache, x: multiply(params["a"].T, multiply(params["a"], x)),
+        lambda params, cache, x, _: multiply(params["a"].T, multiply(params["a"], x)),
         # The cache is donated, so the program may write it.
-        lambda params, cache, x: multiply(cache, x),
+        lambda params, cache, x, _: multiply(cache, x),
+        # An earlier program may still write an argument that is no parameter.
+        lambda params, cache, x, other: multiply(other, x),
     ],
-    ids=["computed", "one of two", "donated"],
+    ids=["computed", "one of two", "donated", "no parameter"],
 )
 def test_other_weights_are_waited_for(function):
-    assert not is_early(function, {"a": WEIGHT}, WEIGHT, X)
+    assert not is_early(function, {"a": WEIGHT}, WEIGHT, X, WEIGHT)
