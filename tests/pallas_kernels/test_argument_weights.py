@@ -6,25 +6,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import device, skinny_matmul
 from pallas_kernels.argument_weights import argument_weights, computed_weights
 from pallas_kernels.mosaic import jax_versions
+from tests.early_products import NAME, WEIGHT, X, hopper, multiply  # noqa: F401 - a fixture of all tests
 
-EARLY = {"skinny_matmul_of_argument"}
-X = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
-WEIGHT = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """Pretends that JAX compiles for an H200; nothing may run then."""
-    monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    monkeypatch.setattr(jax_versions, "OVERLAPS_LAUNCHES", True)
-
-
-def multiply(weight, x):
-    return skinny_matmul(weight, x, implementation="mosaic_gpu")
+EARLY = {NAME}
 
 
 def in_a_loop(weight, x):
@@ -61,7 +47,7 @@ PLACES = {
 def stranger(function, *types, given=None):
     with argument_weights():
         traced = jax.make_jaxpr(function)(*types)
-    assert "skinny_matmul_of_argument" in str(traced)
+    assert NAME in str(traced)
     given = given or [True] * len(traced.jaxpr.invars)
     return computed_weights(traced.jaxpr, given)
 

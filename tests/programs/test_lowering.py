@@ -1,34 +1,16 @@
 """A traced program copies weights early if they are its arguments, and not otherwise."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxkv.programs.lowering import Lowering, trace
-from pallas_kernels import device, skinny_matmul
-from pallas_kernels.mosaic import jax_versions
-
-X = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
-WEIGHT = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """Pretends that JAX compiles for an H200; nothing may run then."""
-    monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
-    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
-    monkeypatch.setattr(jax_versions, "OVERLAPS_LAUNCHES", True)
-
-
-def multiply(weight, x):
-    return skinny_matmul(weight, x, implementation="mosaic_gpu")
+from tests.early_products import NAME, WEIGHT, X, hopper, multiply  # noqa: F401 - a fixture of all tests
 
 
 def is_early(function, *arguments):
     lowering = Lowering(
         lambda first, cache, *rest: (cache, function(first, cache, *rest)), arguments
     )
-    return "skinny_matmul_of_argument" in str(trace("program", lowering).jaxpr)
+    return NAME in str(trace("program", lowering).jaxpr)
 
 
 def test_a_weight_that_is_an_argument_is_copied_early():
