@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.few_bits_products import FORMS
+from benchmarks.few_bits_products import draw
 from benchmarks.record import RECORDS, device_name, load_record, save_record
 from benchmarks.report import render
 from benchmarks.timing import CEILINGS, Chain, Effort, refuse_profilers, time_chain
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.mixture import mixture_of_experts, route
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.formats.few_bits import CODES, FewBits
+from pallas_kernels.formats.few_bits import FewBits
 
 Params = dict[str, Any]
 
@@ -37,7 +37,7 @@ _INPUTS = 8
 
 @dataclass(frozen=True)
 class Layer:
-    """A model's layer of experts: width, sizes, and the experts' form in `FORMS`, or `None` for bfloat16."""
+    """A model's layer of experts: width, sizes, and the experts' form in `few_bits_products.FORMS`, or `None`."""
 
     width: int
     mixture: MixtureConfig
@@ -62,29 +62,20 @@ LAYERS = {
 
 def draw_experts(key: jax.Array, shape: tuple[int, ...], form: str | None) -> jax.Array | FewBits:
     """Returns random experts `[*lead, out, inner]`, whose products have magnitudes around 1."""
-    *lead, inner = shape
     if form is None:
-        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(inner**-0.5)
-    code, group, dtype = FORMS[form]
-    if CODES[code].bits == 8:
-        numbers = jnp.clip(jax.random.normal(key, shape, jnp.bfloat16) * 40, -127, 127)
-        codes, unit = numbers.astype(CODES[code].stored), 40.0
-    else:
-        codes, unit = jax.random.bits(key, (*lead, inner // 2), jnp.uint8), 4.0
-    scale = 2.0 ** -round(np.log2(unit * inner**0.5))
-    scales = jnp.full((*lead, 1 if group is None else inner // group), scale, dtype)
-    return FewBits(codes, scales, zeros=None, order=None, code=code)
+        return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(shape[-1] ** -0.5)
+    return draw(form, shape, key)
 
 
 def draw_layer(layer: Layer) -> Params:
     """Returns random parameters of a layer."""
     keys = jax.random.split(jax.random.key(0), 3)
     experts, size, width = layer.mixture.experts, layer.mixture.size, layer.width
-    draw = jax.jit(draw_experts, static_argnums=(1, 2))
+    made = jax.jit(draw_experts, static_argnums=(1, 2))
     return {
-        "router": draw(keys[0], (experts, width), None),
-        "experts_up": draw(keys[1], (experts, 2 * size, width), layer.form),
-        "experts_down": draw(keys[2], (width, experts, size), layer.form),
+        "router": made(keys[0], (experts, width), None),
+        "experts_up": made(keys[1], (experts, 2 * size, width), layer.form),
+        "experts_down": made(keys[2], (width, experts, size), layer.form),
     }
 
 

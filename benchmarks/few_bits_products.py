@@ -43,18 +43,18 @@ FORMS: Mapping[str, tuple[str, int | None, Any]] = {
 """Name -> code, columns of a scale (`None` for all), dtype of the scales."""
 
 
-def draw(form: str, size: int) -> FewBits:
-    """Returns a random weight of a form, whose products have magnitudes around 1."""
+def draw(form: str, shape: tuple[int, ...], key: jax.Array) -> FewBits:
+    """Returns a random weight `[*lead, out, inner]` of a form, whose products have magnitudes around 1."""
     code, group, dtype = FORMS[form]
-    key = jax.random.key(0)
+    *lead, inner = shape
     if CODES[code].bits == 8:
-        numbers = jnp.clip(jax.random.normal(key, (size, size)) * 40, -127, 127)
+        numbers = jnp.clip(jax.random.normal(key, shape, jnp.bfloat16) * 40, -127, 127)
         codes, unit = numbers.round().astype(CODES[code].stored), 40.0
     else:
-        codes, unit = jax.random.bits(key, (size, size // 2), jnp.uint8), 4.0
-    exponent = -round(np.log2(unit * size**0.5))
-    scales = jnp.full((size, 1 if group is None else size // group), 2.0**exponent)
-    return FewBits(codes, scales.astype(dtype), zeros=None, order=None, code=code)
+        codes, unit = jax.random.bits(key, (*lead, inner // 2), jnp.uint8), 4.0
+    scale = 2.0 ** -round(np.log2(unit * inner**0.5))
+    scales = jnp.full((*lead, 1 if group is None else inner // group), scale, dtype)
+    return FewBits(codes, scales, zeros=None, order=None, code=code)
 
 
 def _copies(num_bytes: int) -> int:
@@ -137,7 +137,7 @@ def measure(form: str, size: int, rows: int, effort: Effort) -> dict[str, Any]:
         weight = jax.random.normal(jax.random.key(0), (size, size)).astype(jnp.bfloat16)
         weight /= jnp.bfloat16(size**0.5)
     else:
-        weight = draw(form, size)
+        weight = draw(form, (size, size), jax.random.key(0))
     row = {"size": size, "rows": rows, "weight": form, **time_ours(weight, x, effort)}
     ceilings = CEILINGS.get(device_name())
     row["floor_us"] = ceilings and row["weight_bytes"] / ceilings.stream * 1e6

@@ -22,8 +22,8 @@ def topology_digest(devices: Sequence[Device]) -> str:
 def in_one_order(message: bytes) -> bytes:
     """Returns a serialised message with the fields of each message in it sorted, those of nested ones first.
 
-    Bytes that cannot be a message are left as they are. Text that could be one is sorted too, which changes the digest
-    of a message but not whether equal ones have equal digests.
+    Bytes that cannot be a message are left as they are. Text that could be one is sorted too. Messages that differ in
+    the order of a repeated field alone become equal.
     """
     try:
         fields = list(_fields(message))

@@ -1,5 +1,6 @@
 """The benchmark of products in few bits times right results alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ QUICK = Effort(seconds=0.001, trials=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_drawn_weights_have_magnitudes_around_one(form):
     x = np.random.default_rng(0).normal(size=(64, 256))
-    products = x @ np.asarray(draw(form, 256).widened(), np.float64).T
+    products = x @ np.asarray(draw(form, (256, 256), jax.random.key(0)).widened(), np.float64).T
     assert 0.3 < products.std() < 3
 
 
