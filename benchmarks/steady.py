@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.generate import Setting, decode_bytes
 from benchmarks.step_profile import by_kernel, covered, record_events
-from benchmarks.stopwatch import Stopwatch, queued_seconds
+from benchmarks.stopwatch import queued_seconds, watch_steps
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.engine import Engine
@@ -40,9 +40,7 @@ class Observed:
         self.engine, self.config = engine, config
         self.kernels: list[Row] = []
         self.last: Any = None
-        runner, self.watch = engine.runner, Stopwatch()
-        self.watch.watch(engine.scheduler, "plan", "plan")
-        self.watch.watch(engine.sequence_runner.packer, "pack", "pack")
+        runner = engine.runner
         run = runner.run
 
         def keep(spec: Any, arrays: Any) -> Any:  # noqa: ANN401 - passed through
@@ -50,9 +48,7 @@ class Observed:
             return run(spec, arrays)
 
         runner.run = keep
-        self.watch.watch(runner, "run", "enqueue")
-        self.watch.watch(runner, "read", "wait")
-        self.watch.watch(engine, "_collect", "collect")
+        self.watch = watch_steps(engine)
 
     def requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
         """Returns greedy requests of independent random prompts."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.engine.engine import Engine
 from jaxkv.programs.manifest import Program
 from jaxkv.runner.model_runner import ModelRunner
 
@@ -47,6 +48,17 @@ class Stopwatch:
         """Sets all times and counts to zero."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.calls = dict.fromkeys(self.calls, 0)
+
+
+def watch_steps(engine: Engine) -> Stopwatch:
+    """Returns a stopwatch of planning, packing, enqueueing, waiting, and collecting, which includes waiting."""
+    watch, runner = Stopwatch(), engine.runner
+    watch.watch(engine.scheduler, "plan", "plan")
+    watch.watch(engine.sequence_runner.packer, "pack", "pack")
+    watch.watch(runner, "run", "enqueue")
+    watch.watch(runner, "read", "wait")
+    watch.watch(engine, "_collect", "collect")
+    return watch
 
 
 def queued_seconds(runner: ModelRunner, program: Program, arrays: Sequence[np.ndarray]) -> float:

@@ -1,20 +1,27 @@
 """Decode steps and prompts of a model on one device and on several: milliseconds, and microseconds of a sum over them.
 
     python -m benchmarks.tensor_parallel --shape llama-3.1-8b --batch 1,8,64 --devices 1,2
-    python -m benchmarks.tensor_parallel --shape llama-3.1-70b --batch 1,8 --devices 4 --context 512
+    python -m benchmarks.tensor_parallel --shape llama-3.1-70b --batch 1,8 --devices 4 --steps-per-launch 1,8
+    python -m benchmarks.tensor_parallel --config deepseek-v3/config.json --layers 3:7 --devices 2,4
+    python -m benchmarks.tensor_parallel --shape qwen3-0.6b --batch 8 --context 64 --new-tokens 10000 --compare
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.tensor_parallel --shape tiny --batch 1,2 --context 16 --new-tokens 4
 
 Weights are random; no device ever holds more than its part of the model and one whole parameter. All run in one process
-through the engine's programs, fed from the host and overlapped as in `benchmarks.generate`; programs are compiled, and
-run once, before any is timed. A sum is that of the hidden states of one step, as each block ends with one. The speedup
-is that over the first number of devices. Record: tensor-parallel-SHAPE.
+through the engine's programs, which are compiled, and run once, before any is timed. With one step per launch, steps
+are fed from the host and overlapped as in `benchmarks.generate`; with more, an `LLM` generates, and a token's time is
+the difference of a long and a short generation. `--layers` takes some of a model's layers, with embedding and head. A
+sum is that of the hidden states of one step, as each block ends with one. The speedup is that over the first number of
+devices. Record: tensor-parallel-SHAPE.
 """
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,10 +33,16 @@ from benchmarks.decode_start import decode_parser, parse
 from benchmarks.generate import Setting, make_requests, make_sequence_runner, time_steps
 from benchmarks.record import load_record, save_record
 from benchmarks.report import render
+from benchmarks.stopwatch import watch_steps
 from benchmarks.timing import refuse_profilers
 from jaxkv.bench.shapes import SHAPES
+from jaxkv.config.cache import CacheConfig
+from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig
-from jaxkv.models.registry import build_model, rules_for
+from jaxkv.config.sampling import SamplingParams
+from jaxkv.llm import LLM
+from jaxkv.models.protocol import Model, Params
+from jaxkv.models.registry import build_model, read_config, rules_for
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.weights.load import expected_shapes
@@ -81,31 +94,101 @@ def measure(runner: SequenceRunner, config: ModelConfig, setting: Setting) -> di
     return {name: timed[name] for name in ("ms_per_token", "prompt_ms", "enqueue_ms")}
 
 
+def measure_launches(model: Model, params: Params, setting: Setting, steps: int) -> dict[str, Any]:
+    """Returns the milliseconds per decode step of an engine whose launches have several steps each, and of its host."""
+    prompts = np.random.default_rng(0).integers(
+        1, model.vocab_size, (setting.batch, setting.context)
+    )
+    cache = CacheConfig(max_sequences=setting.batch)
+    engine = EngineConfig(steps_per_launch=steps)
+    short = max(1, setting.new_tokens // 4)
+    longest = setting.context + setting.new_tokens
+    with LLM.from_parts(
+        model, params, max_model_len=longest, cache=cache, engine=engine, eos_ids=(), progress=False
+    ) as llm:
+
+        def seconds(tokens: int) -> float:
+            start = time.perf_counter()
+            llm.generate(prompts.tolist(), SamplingParams(temperature=0.0, max_tokens=tokens))
+            return time.perf_counter() - start
+
+        for tokens in (short, setting.new_tokens):
+            seconds(tokens)
+        apart = [seconds(setting.new_tokens) - seconds(short) for _ in range(setting.repeats)]
+        watch = watch_steps(llm.engine)
+        seconds(setting.new_tokens)
+        host = sum(watch.seconds.values()) - 2 * watch.seconds["wait"]
+    per_token = statistics.median(apart) / (setting.new_tokens - short)
+    return {"ms_per_token": per_token * 1e3, "host_ms": host / setting.new_tokens * 1e3}
+
+
+class Comparison:
+    """Counts the results of a runner's steps, and those whose bits are not the same on all devices."""
+
+    def __init__(self, runner: SequenceRunner) -> None:
+        self.results, self.different = 0, 0
+        self._read = runner.runner.read
+        runner.runner.read = self._compared
+
+    def _compared(self, out: jax.Array) -> Any:  # noqa: ANN401 - as `ModelRunner.read`
+        first, *others = (np.asarray(shard.data).tobytes() for shard in out.addressable_shards)
+        self.results += 1
+        self.different += any(other != first for other in others)
+        return self._read(out)
+
+
 def measured(
-    config: ModelConfig,
-    settings: Sequence[Setting],
-    count: int,
-    dtype: str,
-    quantization: str | None,
+    config: ModelConfig, settings: Sequence[Setting], count: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Returns a row for each setting on `count` devices. The weights are drawn once, and freed at the end."""
+    """Returns a row for each setting and number of steps on `count` devices.
+
+    The weights are drawn once, and freed at the end.
+    """
     mesh = None if count == 1 else tensor_mesh(count)
-    whole = build_model(config)
+    whole, quantization = build_model(config), options.quantization
     model = whole if mesh is None else TensorParallel(whole, mesh)
     rules = rules_for(config)
-    types = expected_shapes(whole, rules, dtype=dtype, scheme=None, quantization=quantization)
+    types = expected_shapes(
+        whole, rules, dtype=options.dtype, scheme=None, quantization=quantization
+    )
     params = jax.block_until_ready(model.init_params_like(jax.random.key(0), types))
     rows = []
-    for setting in settings:
-        runner = make_sequence_runner(config, setting, params, None, mesh=mesh)
-        measure(runner, config, replace(setting, repeats=1))
-        row = asdict(setting) | {"devices": count, "quantization": quantization}
-        row |= measure(runner, config, setting)
-        row["implementation"] = str(runner.runner.implementation)
-        row["us_per_sum"] = mesh and time_sums(mesh, setting.batch, config.hidden_size)
-        rows.append(row)
-        del runner
+    for steps in map(int, options.steps_per_launch.split(",")):
+        for setting in settings:
+            row = asdict(setting) | {"devices": count, "quantization": quantization}
+            row |= {"layers": config.num_layers, "steps_per_launch": steps}
+            if steps > 1:
+                rows.append(row | measure_launches(model, params, setting, steps))
+                continue
+            runner = make_sequence_runner(config, setting, params, None, mesh=mesh)
+            if not options.compare:
+                measure(runner, config, replace(setting, repeats=1))
+            comparison = Comparison(runner) if options.compare else None
+            row |= measure(runner, config, setting)
+            if comparison:
+                row |= {"results": comparison.results, "different": comparison.different}
+            row["implementation"] = str(runner.runner.implementation)
+            row["us_per_sum"] = mesh and time_sums(mesh, setting.batch, config.hidden_size)
+            rows.append(row)
+            del runner
     return rows
+
+
+def _layers(text: str) -> slice:
+    first, _, end = text.partition(":")
+    return slice(int(first), int(end))
+
+
+def chosen(options: argparse.Namespace) -> ModelConfig:
+    """Returns the config of the shape or file, with the layers asked for."""
+    config = SHAPES[options.shape]
+    if options.config:
+        config = read_config(json.loads(options.config.read_text()), warn=False)
+    if options.layers is None:
+        return config
+    fields = ("windows", "pattern", "owners")
+    parts = {name: getattr(config, name)[options.layers] for name in fields}
+    return replace(config, num_layers=len(parts["windows"]), **parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -115,6 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--devices", default="1,2", help="comma-separated numbers of devices")
     parser.add_argument("--quantization", choices=sorted(ROUNDINGS), help="weights in 8 or 4 bits")
+    parser.add_argument("--config", type=Path, help="a config.json, instead of a shape")
+    parser.add_argument("--layers", type=_layers, help="FIRST:END, of the model's layers")
+    parser.add_argument("--steps-per-launch", default="1", help="comma-separated")
+    parser.add_argument(
+        "--compare", action="store_true", help="compare each result between the devices; slower"
+    )
     options = parse(parser, arguments, record="tensor-parallel")
     refuse_profilers()
     settings = [
@@ -123,10 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     rows: list[dict[str, Any]] = []
     for count in (int(number) for number in options.devices.split(",")):
-        config = SHAPES[options.shape]
-        rows += measured(config, settings, count, options.dtype, options.quantization)
+        found = measured(chosen(options), settings, count, options)
+        rows += found
         for at, row in enumerate(rows):
-            row["speedup"] = rows[at % len(settings)]["ms_per_token"] / row["ms_per_token"]
+            row["speedup"] = rows[at % len(found)]["ms_per_token"] / row["ms_per_token"]
         path = save_record(options.record, rows, folder=options.folder)
         print(render(load_record(path)), flush=True)
 

@@ -1,5 +1,7 @@
 """The benchmark of several devices runs each number of them and records its measurements."""
 
+import json
+
 import pytest
 
 from benchmarks import tensor_parallel
@@ -19,3 +21,33 @@ def test_a_record_has_every_number_of_devices_of_every_batch(tmp_path):
     for alone, both in zip(rows[:2], rows[2:], strict=True):
         assert both["speedup"] == pytest.approx(alone["ms_per_token"] / both["ms_per_token"])
         assert both["us_per_sum"] > 0
+
+
+@pytest.mark.slow
+def test_some_layers_of_a_published_config_run_with_several_steps_per_launch(tmp_path):
+    published = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+    }
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(published))
+    sizes = ["--config", str(config), "--layers", "1:3", "--batch", "2", "--context", "16"]
+    options = ["--devices", "2", "--steps-per-launch", "1,4", "--new-tokens", "12", "--compare"]
+    places = ["--record", "tensor-parallel-experts", "--folder", str(tmp_path)]
+    tensor_parallel.main([*sizes, *options, "--repeats", "1", *places])
+    one, several = load_record(tmp_path / "tensor-parallel-experts.json").rows
+    assert (one["steps_per_launch"], several["steps_per_launch"]) == (1, 4)
+    assert one["layers"] == several["layers"] == 2
+    # Before the one that is timed, a generation is thrown away; each has a prompt, 11 steps, and the last result again.
+    assert (one["results"], one["different"]) == (2 * 13, 0)
+    assert several["ms_per_token"] > 0
