@@ -44,6 +44,8 @@ from jaxkv.llm import LLM
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, read_config, rules_for
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
+from jaxkv.programs.jax_cache import enable_compile_cache
+from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.weights.load import expected_shapes
 from jaxkv.weights.quantised.rounding import ROUNDINGS
@@ -206,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parse(parser, arguments, record="tensor-parallel")
     refuse_profilers()
+    enable_compile_cache()
     settings = [
         Setting(int(size), options.context, options.new_tokens, options.repeats)
         for size in options.batch.split(",")

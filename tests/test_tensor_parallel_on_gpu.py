@@ -13,6 +13,10 @@ from tests.devices import needs_devices
 
 pytestmark = [pytest.mark.gpu, needs_devices(2)]
 
+on_several = pytest.mark.parametrize(
+    "devices", [pytest.param(count, marks=needs_devices(count)) for count in (2, 4, 8)]
+)
+
 WIDE = {"max_model_len": 512, "max_num_seqs": 8, "progress": False, "eos_ids": ()}
 
 
@@ -25,14 +29,15 @@ def whole():
     return model, model.init_params(jax.random.key(0), "bfloat16")
 
 
-def test_log_probabilities_are_those_of_one_gpu_within_rounding(whole):
+@on_several
+def test_log_probabilities_are_those_of_one_gpu_within_rounding(whole, devices):
     model, params = whole
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, model.vocab_size, 40 * (at + 1)).tolist() for at in range(4)]
     told = []
-    for devices in (1, 2):
-        split = model if devices == 1 else TensorParallel(model, tensor_mesh(devices))
-        own = params if devices == 1 else split.divided(params)
+    for count in (1, devices):
+        split = model if count == 1 else TensorParallel(model, tensor_mesh(count))
+        own = params if count == 1 else split.divided(params)
         with LLM.from_parts(split, own, **WIDE) as llm:
             assert llm.stats().implementation == "mosaic_gpu"
             sampled = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
@@ -80,13 +85,15 @@ def test_a_bundle_has_the_programs_of_both_gpus(tmp_path):
     assert output.token_ids == expected.token_ids
 
 
-def test_many_steps_leave_both_gpus_with_the_same_states_and_end(whole):
+@on_several
+def test_many_steps_leave_all_gpus_with_the_same_states_and_end(whole, devices):
     model, params = whole
-    split = TensorParallel(model, tensor_mesh(2))
+    split = TensorParallel(model, tensor_mesh(devices))
     with LLM.from_parts(split, split.divided(params), **WIDE) as llm:
         sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=400)
         outputs = llm.generate([[at + 1] * 8 for at in range(8)], sampling)
         assert all(len(one.token_ids) == 400 for one in outputs)
         last = llm.engine.runner.cache.layer(model.num_layers)["last_token"]
-        mine, other = (np.asarray(shard.data) for shard in last.addressable_shards)
-        assert np.array_equal(mine, other)
+        mine, *others = (np.asarray(shard.data) for shard in last.addressable_shards)
+        assert len(others) == devices - 1
+        assert all(np.array_equal(mine, other) for other in others)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.errors import ProgramRefused
 from pallas_kernels.argument_weights import argument_weights, computed_weights
@@ -116,8 +116,18 @@ def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
     # JAX moves an uncommitted array to the device of the others.
     place = None
     if not isinstance(leaf, np.ndarray) and getattr(leaf, "committed", True):
-        place = leaf.sharding
+        place = _without_last_nones(leaf.sharding)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _without_last_nones(place: Sharding | None) -> Sharding | None:
+    """Returns a sharding as JAX writes a result's, so that a cache's first arrays and later ones have one type."""
+    if not isinstance(place, NamedSharding):
+        return place
+    axes = list(place.spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return place.update(spec=PartitionSpec(*axes))
 
 
 def _everywhere(specs: Any) -> NamedSharding | None:  # noqa: ANN401 - a pytree

@@ -343,6 +343,26 @@ def test_a_mesh_of_other_devices_or_another_order_is_another_program(folder, num
 
 
 @needs_devices(2)
+def test_a_sharding_has_one_name_however_it_is_written(folder):
+    """A program compiled for the first cache is found by a process that compiles it after a step, and vice versa."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("tensor",))
+    lead = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def built(*axes):
+        place = NamedSharding(mesh, PartitionSpec(*axes))
+        cache = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=place)
+        jax.clear_caches()
+        work = Lowering(lambda lead, cache: (cache + lead, lead), (lead, cache), cache_argument=1)
+        return Programs().get(KEY, lambda: work)
+
+    assert not built("tensor", None).loaded
+    assert built("tensor").loaded
+    assert not built(None, "tensor").loaded
+    assert not built(None, None).loaded
+    assert built().loaded
+
+
+@needs_devices(2)
 def test_other_links_between_the_devices_make_another_program(folder, monkeypatch):
     build_on(0, 1)
     build()
