@@ -30,6 +30,7 @@ from pallas_kernels.ssd_scan.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.ssd_update import cases as update_cases
 from pallas_kernels.ssd_update import mosaic_gpu as update
 from pallas_kernels.workbench.tolerances import OUTPUT
+from tests.fast_cases import fast_cases
 from tests.pallas_kernels import state_oracle
 from tests.pallas_kernels.contract import device, grouped
 
@@ -61,7 +62,8 @@ on_this_jax = pytest.mark.skipif(
     "name",
     [
         "mixed",
-        "decode-padding",
+        # One token each, which `mixed` has among others.
+        pytest.param("decode-padding", marks=pytest.mark.slow),
         pytest.param("carries", marks=pytest.mark.slow),
         pytest.param("five-taps", marks=pytest.mark.slow),
     ],
@@ -87,7 +89,8 @@ def test_interpreted_the_convolution_equals_the_oracle_without_a_race(name, race
     assert not races()
 
 
-@pytest.mark.parametrize("name", ["groups", "gated", "rounded"])
+# Groups are in the gated one too.
+@pytest.mark.parametrize("name", fast_cases(["groups", "gated", "rounded"], "gated", "rounded"))
 def test_interpreted_the_update_equals_the_oracle_without_a_race(name, races):
     inputs = UPDATE[name].inputs(2, "float32")
     inputs["read_states"][0] = -1
@@ -310,13 +313,10 @@ LOWERED = {
 }
 
 
-# Other numbers of channels and heads; h200/test_kernels.py compiles the convolution and the scan at the first.
-SLOW = {
-    ("causal_conv", 1),
-    ("causal_conv", 2),
-    ("causal_conv", 3),
-    ("ssd_scan", 0),
-    ("ssd_scan", 1),
+# Other numbers of channels, heads and sizes; h200/test_kernels.py compiles the convolution, the scan and both updates.
+FAST = {
+    *(("causal_conv", 4), ("ssd_scan", 3), ("ssd_update", 1)),
+    *(("delta_scan", 2), ("delta_update", 1), ("delta_update", 3)),
 }
 
 
@@ -325,7 +325,7 @@ SLOW = {
     ("op", "case"),
     [
         pytest.param(
-            op, case, id=f"{op}-{number}", marks=[pytest.mark.slow] * ((op, number) in SLOW)
+            op, case, id=f"{op}-{number}", marks=[pytest.mark.slow] * ((op, number) not in FAST)
         )
         for op, found in LOWERED.items()
         for number, case in enumerate(found)

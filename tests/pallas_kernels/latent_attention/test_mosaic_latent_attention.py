@@ -87,6 +87,8 @@ MANY_HEADS = {
 SLOW = [
     (name, factor) for name in MANY_HEADS for factor in (1, 8) if "shares" in name or factor == 8
 ]
+# Of one block for a row; shares of a row end in the same way.
+SLOW.append((next(iter(INTERPRETED)), 8))
 INTERPRETED_CASES = [
     pytest.param(
         case,

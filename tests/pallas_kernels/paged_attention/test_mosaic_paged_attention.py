@@ -81,7 +81,10 @@ INTERPRETED = {
 
 
 # What each of these combines is in the others.
-COMBINED = ("int8, a window, sinks, parts", "fp8, a cap, a static page")
+COMBINED = (
+    *("int8, a window, sinks, parts", "fp8, a cap, a static page"),
+    *("small pages, an empty row", "wide heads, one key head"),
+)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +115,18 @@ def test_page_ids_that_hold_no_visible_key_are_not_used(races):
 
 @pytest.mark.parametrize(
     "case",
+    # A group that is filled and 8 bits are in the last one.
     [
-        small(100, page_size=64),
-        small(37, 0, heads=30, head_dim=256, sinks=True),
-        small(70, heads=22, head_dim=192, quantised="int8"),
+        pytest.param(small(100, page_size=64), id="plain", marks=pytest.mark.slow),
+        pytest.param(
+            small(37, 0, heads=30, head_dim=256, sinks=True),
+            id="groups of 15, which are filled",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            small(70, heads=22, head_dim=192, quantised="int8"), id="groups of 11 over 8 bits"
+        ),
     ],
-    ids=["plain", "groups of 15, which are filled", "groups of 11 over 8 bits"],
 )
 def test_the_door_of_the_kernel_interprets_its_own_schedule(case, races):
     inputs = case.inputs(3)

@@ -58,8 +58,12 @@ def assert_is_oracle(result, inputs, dtype):
     assert_lse(lse, wanted_lse)
 
 
+# Lengths on both sides of each bound, a window with sinks, a cap, pages of 8 bits, and a static page.
+FAST = ("page-edges", "gpt-oss-like", "gemma2-like", "fp8-window", "int8-static")
+
+
 # The tests of kernels' shapes below are in bfloat16.
-@cases(SMALL)
+@cases(SMALL, fast=FAST)
 @implementations_in("mosaic_gpu", "xla", "cudnn")
 def test_it_equals_the_oracle_and_reads_nothing_else(implementation, case, dtype):
     """Every place that must not be read holds NaN, as do the queries of empty rows."""
@@ -85,10 +89,6 @@ def test_it_equals_the_reference_on_real_shapes(implementation, case):
         wanted_out, wanted_lse = compiled(reference.paged_attention, {**clean, **one})
         assert_output(out[row : row + 1], np.asarray(wanted_out, np.float64), "bfloat16")
         assert_lse(lse[row : row + 1], wanted_lse)
-
-
-# Lengths on both sides of each bound, a window with sinks, a cap, pages of 8 bits, and a static page.
-FAST = ("page-edges", "gpt-oss-like", "gemma2-like", "fp8-window", "int8-static")
 
 
 @cases(SMALL, fast=FAST)

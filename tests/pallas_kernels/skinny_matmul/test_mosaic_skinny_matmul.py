@@ -25,6 +25,7 @@ from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
 from pallas_kernels.skinny_matmul.mosaic_tiling import Tiling
 from pallas_kernels.tuning import trying
+from tests.fast_cases import fast_cases
 from tests.pallas_kernels.contract import bits, by_name, device
 from tests.pallas_kernels.few_bits import drawn, exact, rounded, rounded_rows
 from tests.pallas_kernels.skinny_matmul.test_skinny_matmul import oracle
@@ -71,7 +72,14 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+# What the others cut is in these too, with more beside it.
+FAST_CUTS = (
+    *("tiles in turn, the last one early", "fewer rows of the weight than a product has", "splits"),
+    *("gates and folds", "passes", "a cluster"),
+)
+
+
+@pytest.mark.parametrize("name", fast_cases(CUTS, *FAST_CUTS))
 def test_interpreted_it_equals_the_oracle_without_a_race(name, races):
     case, cuts = CUTS[name]
     inputs = case.inputs(1)
@@ -247,11 +255,12 @@ def test_a_tuned_schedule_may_leave_out_clusters_and_passes():
 
 @pytest.mark.parametrize(
     "cuts",
+    # Tiles in turn and splits are fast.
     [
-        (32, 2, 1, 3, 1, 9),
+        pytest.param((32, 2, 1, 3, 1, 9), marks=pytest.mark.slow),
         (64, 1, 1, 3, 1, 1),
         (64, 1, 1, 2, 2, 9),
-        (64, 1, 1, 3, 1, 1, 1, 2),
+        pytest.param((64, 1, 1, 3, 1, 1, 1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, races):
@@ -281,7 +290,14 @@ FEW_BITS = {
 }
 
 
-@pytest.mark.parametrize("name", ["folds", "gates and folds", "tiles in turn, the last one early"])
+@pytest.mark.parametrize(
+    "name",
+    # Folds are in the second one too.
+    [
+        pytest.param("folds", marks=pytest.mark.slow),
+        *("gates and folds", "tiles in turn, the last one early"),
+    ],
+)
 def test_interpreted_early_copies_of_the_weight_change_no_bit(name, races, monkeypatch):
     monkeypatch.setattr(jax_versions, "OVERLAPS_LAUNCHES", True)
     case, cuts = CUTS[name]
@@ -295,7 +311,8 @@ def test_interpreted_early_copies_of_the_weight_change_no_bit(name, races, monke
     assert not races()
 
 
-FAST = ["e4m3 by 128", "int4 by 128", "int4 by 64, zeros"]
+# Codes of 8 bits and of 4, alone and in a cluster; the other forms of scales are among those by warp.
+FAST = ["e4m3 by 128", "int4 by 128"]
 SLOW = [kind for kind in FEW_BITS if kind not in FAST]
 
 
@@ -311,7 +328,11 @@ BY_WARP = {
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [(kind, FEW_BITS[kind]) for kind in FAST]
-    + list(BY_WARP.items())
+    # Groups with zero points, and scales of their own kind; the forms of 8 bits are slow.
+    + [
+        pytest.param(*item, marks=[pytest.mark.slow] * ("by" in item[0] and "zeros" not in item[0]))
+        for item in BY_WARP.items()
+    ]
     + [pytest.param(kind, FEW_BITS[kind], marks=pytest.mark.slow) for kind in SLOW],
 )
 def test_interpreted_weights_in_few_bits_are_exact(kind, cut, races):
@@ -338,7 +359,11 @@ MANY_ROWS_IN_FEW_BITS = {
 
 
 @pytest.mark.usefixtures("races_may_follow")
-@pytest.mark.parametrize("kind", MANY_ROWS_IN_FEW_BITS)
+# Groups that are longer than a turn or not, with zero points and in a cluster, are fast; codes of the other kinds are
+# widened by what tests of few rows run, and rounded rows below have scales per row.
+@pytest.mark.parametrize(
+    "kind", fast_cases(MANY_ROWS_IN_FEW_BITS, "int4 by 64, zeros", "int8 by 32")
+)
 def test_interpreted_many_rows_widen_weights_in_few_bits_exactly(kind, races):
     """With hostile scales; scaled numbers of groups are rounded to x's dtype once."""
     rows, inner, out, tiling = MANY_ROWS_IN_FEW_BITS[kind]
@@ -354,7 +379,8 @@ def test_interpreted_many_rows_widen_weights_in_few_bits_exactly(kind, races):
     assert out % 128 or not races()
 
 
-@pytest.mark.parametrize("tiling", [None, (64, 2, 2, 1, 1)])
+# The tiling of the rule is that of the gated weight below.
+@pytest.mark.parametrize("tiling", [pytest.param(None, marks=pytest.mark.slow), (64, 2, 2, 1, 1)])
 def test_interpreted_rounded_rows_are_multiplied_with_codes_as_they_lie(tiling, races):
     """With a norm before the product, whose factors multiply the scales of the rows."""
     weight = replace(drawn("e4m3 by row", (128,), 256), rounds_rows=True)
@@ -370,7 +396,7 @@ def test_interpreted_rounded_rows_are_multiplied_with_codes_as_they_lie(tiling, 
     assert not races()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_interpreted_rounded_rows_of_a_gated_weight_are_weighed_after_the_product(dtype):
     """With every part of the epilogue; the norm's squares need tiles that a consumer does not have."""
     case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)
@@ -408,7 +434,8 @@ def test_interpreted_many_rows_of_a_gated_weight_in_few_bits_have_the_scales_of_
     assert not races()
 
 
-@pytest.mark.parametrize("cuts", [None, (32, 1, 1, 2, 1, 1)])
+# What the rule chooses is by warp, as in the tests above.
+@pytest.mark.parametrize("cuts", [pytest.param(None, marks=pytest.mark.slow), (32, 1, 1, 2, 1, 1)])
 def test_interpreted_a_gated_weight_in_few_bits_has_its_scales_in_both_halves(cuts, races):
     """With a bias, a residual and the norms on both sides; under a rule's own schedule, and with wgmma."""
     case = Case("", 5, 512, 64, True, "silu", 0.5, True, True)
