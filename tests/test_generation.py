@@ -31,6 +31,7 @@ CONFIG = ModelConfig(
 MODEL = Decoder(CONFIG)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 DRAWS = SamplingParams(temperature=1.0, max_tokens=12)
+# Each number of rows, longest prompt and max_tokens is a program, so most tests have three rows, seven and twelve.
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 
 
@@ -79,14 +80,17 @@ def test_a_row_does_not_see_its_neighbours(params):
     """Alone or in a batch, a row generates the same tokens; draws depend on seed and position alone."""
     wishes = [SamplingParams(temperature=0.9, seed=row, max_tokens=12) for row in range(3)]
     together = generate(params, MODEL, PROMPTS, sampling=wishes)
+    padded = jnp.asarray([prompt + [0] * (7 - len(prompt)) for prompt in PROMPTS], jnp.int32)
     for row in range(3):
-        alone = generate(params, MODEL, [PROMPTS[row]], sampling=wishes[row])
+        lens = jnp.asarray([len(PROMPTS[row])], jnp.int32)
+        one = partial(generate, params, MODEL, padded[row : row + 1], prompt_lens=lens)
+        alone = one(sampling=wishes[row])
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
 
 
 def test_repeated_prompts_without_a_seed_give_rows_that_differ(params):
-    rows = generate(params, MODEL, PROMPTS[:1] * 4, sampling=DRAWS).tokens.tolist()
-    assert len({tuple(row) for row in rows}) == 4
+    rows = generate(params, MODEL, PROMPTS[2:] * 3, sampling=DRAWS).tokens.tolist()
+    assert len({tuple(row) for row in rows}) == 3
 
 
 def test_the_next_call_without_a_seed_gives_other_tokens(params):
@@ -95,14 +99,14 @@ def test_the_next_call_without_a_seed_gives_other_tokens(params):
 
 
 def test_a_key_gives_rows_that_differ_and_the_same_key_the_same_rows(params):
-    run = partial(generate, params, MODEL, PROMPTS[:1] * 3, sampling=DRAWS)
+    run = partial(generate, params, MODEL, PROMPTS[2:] * 3, sampling=DRAWS)
     first, again, other = (run(key=jax.random.key(number)).tokens.tolist() for number in (1, 1, 2))
     assert len({tuple(row) for row in first + other}) == 6
     assert first == again
 
 
 def test_other_seeds_and_keys_compile_nothing_inside_a_trainers_program(params):
-    prompts = jnp.asarray(PROMPTS[0], jnp.int32)[None, :].repeat(2, axis=0)
+    prompts = jnp.asarray(PROMPTS[2], jnp.int32)[None, :].repeat(3, axis=0)
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -113,16 +117,19 @@ def test_other_seeds_and_keys_compile_nothing_inside_a_trainers_program(params):
 
     made = []
     for number in range(3):
-        key, seeds = jax.random.key(number), jnp.asarray([number, number - 3], jnp.int32)
+        key, seeds = (
+            jax.random.key(number),
+            jnp.asarray([number, number - 3, 7 + number], jnp.int32),
+        )
         by_key, by_seed = rollout(params, key, seeds)
-        own = [replace(DRAWS, seed=number), replace(DRAWS, seed=number - 3)]
+        own = [replace(DRAWS, seed=seed) for seed in seeds.tolist()]
         outside = generate(params, MODEL, prompts, sampling=DRAWS, key=key).tokens
         np.testing.assert_array_equal(by_key, outside)
         np.testing.assert_array_equal(
             by_seed, generate(params, MODEL, prompts, sampling=own).tokens
         )
         made += by_key.tolist()
-    assert len({tuple(row) for row in made}) == 6
+    assert len({tuple(row) for row in made}) == 9
 
 
 @pytest.mark.parametrize("wrap", ["jit of params", "jit of nothing", "scan", "grad"])
@@ -144,14 +151,10 @@ def test_a_traced_function_that_draws_must_pass_a_key_or_seeds(params, wrap):
 
 def test_samples_of_a_prompt_are_rows_one_after_the_other(params):
     """Sample `s` has the seed of its prompt plus `s`, as in the engine; prompts may differ in `n`."""
-    sampling = [
-        replace(DRAWS, seed=5, n=3),
-        replace(DRAWS, seed=-1, n=1),
-        replace(DRAWS, seed=8, n=2),
-    ]
-    out = generate(params, MODEL, PROMPTS, sampling=sampling)
-    prompts = [PROMPTS[at] for at in (0, 0, 0, 1, 2, 2)]
-    alone = [replace(DRAWS, seed=seed) for seed in (5, 6, 7, -1, 8, 9)]
+    sampling = [replace(DRAWS, seed=-1, n=2), replace(DRAWS, seed=8, n=1)]
+    out = generate(params, MODEL, PROMPTS[1:], sampling=sampling)
+    prompts = [PROMPTS[at] for at in (1, 1, 2)]
+    alone = [replace(DRAWS, seed=seed) for seed in (-1, 0, 8)]
     wanted = generate(params, MODEL, prompts, sampling=alone)
     np.testing.assert_array_equal(out.tokens, wanted.tokens)
     np.testing.assert_array_equal(out.lengths, wanted.lengths)
@@ -176,7 +179,7 @@ def test_traced_prompts_may_have_several_samples(params):
 
 def test_a_trainer_can_call_it_inside_its_own_program(params):
     """The trainer's arrays are tracers here, and nothing is compiled twice."""
-    prompts = jnp.asarray([[3, 1, 4], [1, 5, 9]], jnp.int32)
+    prompts = jnp.asarray([PROMPTS[2], PROMPTS[2][::-1], [1] * 7], jnp.int32)
 
     @jax.jit
     @partial(chex.assert_max_traces, n=1)
@@ -187,7 +190,7 @@ def test_a_trainer_can_call_it_inside_its_own_program(params):
     tokens, total = rollout(params, prompts)
     rollout(jax.tree.map(lambda leaf: leaf * 1.1, params), prompts + 1)
     np.testing.assert_array_equal(tokens, generate(params, MODEL, prompts, sampling=GREEDY).tokens)
-    assert int(total) == 24
+    assert int(total) == 36
 
 
 def test_each_row_ends_for_its_own_reason(params):
@@ -207,17 +210,17 @@ def test_each_row_ends_for_its_own_reason(params):
 
 
 def test_eos_ends_a_row_unless_it_is_ignored_or_too_early(params):
-    free = generate(params, MODEL, PROMPTS[:1], sampling=GREEDY).tokens[0].tolist()
+    free = generate(params, MODEL, PROMPTS, sampling=GREEDY).tokens[0].tolist()
     eos = free[2]
-    ended = generate(params, MODEL, PROMPTS[:1], sampling=GREEDY, eos_ids=(eos,))
+    ended = generate(params, MODEL, PROMPTS, sampling=GREEDY, eos_ids=(eos,))
     assert ended.tokens[0, : int(ended.lengths[0])].tolist() == free[: free.index(eos) + 1]
     ignoring = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     assert (
-        generate(params, MODEL, PROMPTS[:1], sampling=ignoring, eos_ids=(eos,)).tokens[0].tolist()
+        generate(params, MODEL, PROMPTS, sampling=ignoring, eos_ids=(eos,)).tokens[0].tolist()
         == free
     )
     patient = SamplingParams(temperature=0.0, max_tokens=12, min_tokens=8)
-    out = generate(params, MODEL, PROMPTS[:1], sampling=patient, eos_ids=(eos,))
+    out = generate(params, MODEL, PROMPTS, sampling=patient, eos_ids=(eos,))
     assert eos not in out.tokens[0, :8].tolist()
 
 
@@ -225,24 +228,23 @@ def test_a_row_of_nan_fails_alone(params):
     """The broken row reports an error; the others have the tokens of a run without it."""
     embed = params["embed"].at[60].set(jnp.nan)
     broken = {**params, "embed": embed}
-    out = generate(broken, MODEL, [[1, 2, 3], [1, 60]], sampling=GREEDY)
-    assert out.reasons.tolist() == [LENGTH, ERROR]
+    out = generate(broken, MODEL, [PROMPTS[0], [1, 60], PROMPTS[2]], sampling=GREEDY)
+    assert out.reasons.tolist() == [LENGTH, ERROR, LENGTH]
     assert int(out.lengths[1]) == 0
-    np.testing.assert_array_equal(
-        out.tokens[0], generate(params, MODEL, [[1, 2, 3]], sampling=GREEDY).tokens[0]
-    )
+    wanted = generate(params, MODEL, PROMPTS, sampling=GREEDY).tokens
+    np.testing.assert_array_equal(out.tokens[np.asarray([0, 2])], wanted[np.asarray([0, 2])])
 
 
 def test_penalties_and_bias_act_from_the_prompt_on(params):
     pushed = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={11: 100.0})
-    assert generate(params, MODEL, PROMPTS[:1], sampling=pushed).tokens[0].tolist() == [11] * 5
     # Each occurrence costs more than the bias gives, so no token comes twice.
     spread = SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=100.0)
     shy = SamplingParams(temperature=0.0, max_tokens=1, repetition_penalty=100.0)
-    wishes = [spread, *[shy] * len(PROMPTS)]
-    tokens = generate(params, MODEL, [PROMPTS[0], *PROMPTS], sampling=wishes).tokens
-    assert len(set(tokens[0].tolist())) == 20
-    firsts = tokens[1:, 0].tolist()
+    wishes = [pushed, spread, *[shy] * len(PROMPTS)]
+    tokens = generate(params, MODEL, [*PROMPTS[:1] * 2, *PROMPTS], sampling=wishes).tokens
+    assert tokens[0, :5].tolist() == [11] * 5
+    assert len(set(tokens[1].tolist())) == 20
+    firsts = tokens[2:, 0].tolist()
     assert all(token not in prompt for token, prompt in zip(firsts, PROMPTS, strict=True))
 
 
