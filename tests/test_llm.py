@@ -91,10 +91,15 @@ def test_a_single_text_and_a_single_list_of_ids_are_lists_of_one(llm):
     assert llm.generate(PROMPTS[0], GREEDY)[0].text == llm.generate(ids, GREEDY)[0].text
 
 
+# Greedy tokens of `generate` and of the engine are both compared with those of Transformers.
 @pytest.mark.parametrize(
     "wish",
-    [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=-5, n=2, max_tokens=12)],
-    ids=["greedy", "drawn"],
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
+        pytest.param(
+            SamplingParams(temperature=0.8, top_p=0.9, seed=-5, n=2, max_tokens=12), id="drawn"
+        ),
+    ],
 )
 def test_tokens_are_those_of_generate_in_one_executable(llm, wish):
     """One step per token, any batch, or a loop on the device: the tokens are the same for the same seeds."""
@@ -252,10 +257,10 @@ def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds(on
 
 
 def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_without_one(one_layer):
-    texts, options = [], {"load_format": "dummy", "max_num_seqs": 1, "max_model_len": 32}
+    texts, options = [], {"load_format": "dummy", "max_num_seqs": 2, "max_model_len": 32}
     for _ in range(2):
         llm = LLM(one_layer, seed=5, progress=False, **options)
-        assert llm.engine.runner.owner.counts["sampling"] == 2
+        assert llm.engine.runner.owner.counts["sampling"] == 3
         texts.append([output.token_ids for output in llm.generate([[1], [1]], max_tokens=4)])
     assert texts[0] == texts[1]
     assert texts[0][0] != texts[0][1]
@@ -283,7 +288,7 @@ def test_chat_passes_tools_documents_and_the_choice_of_a_template(tmp_path):
     (folder / "chat_templates" / "tool_use.jinja").write_text(
         "{{ tools[0].function.name }}{{ documents[0].text }}{{ x }}{{ messages[-1].content }}"
     )
-    llm = LLM(folder, max_model_len=64, cache=CacheConfig(max_sequences=1), progress=False)
+    llm = LLM(folder, max_model_len=64, cache=CacheConfig(max_sequences=2), progress=False)
     asked = {"tools": [lookup], "documents": [{"text": "D"}], "chat_template_kwargs": {"x": 5}}
     text = llm.tokenizer.decode(llm.chat_prompt("hi", **asked))
     assert text == "lookupD5hi"
@@ -460,6 +465,8 @@ def test_penalised_and_plain_rows_share_steps_without_noticing(llm):
         assert llm.generate(prompt, wish)[0].token_ids == output.token_ids
 
 
+# tests/engine/test_engine.py has pinned shapes in float32, with penalties and in a tight pool.
+@pytest.mark.slow
 def test_pinned_shapes_make_bfloat16_tokens_independent_of_the_batch():
     llm = LLM(
         dtype="bfloat16",

@@ -108,7 +108,7 @@ def test_tokens_and_log_probabilities_are_those_of_one_device(single, pair):
                     chex.assert_trees_all_close(*values, atol=1e-4)
 
 
-@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_more_devices_than_heads_of_keys_share_them(folder, single, devices):
     """The model has 8 heads, of 2 of keys and values."""
     with LLM(folder, tensor_parallel_size=devices, **SMALL) as llm:
@@ -127,6 +127,8 @@ def test_a_known_beginning_is_not_computed_again(single, pair):
     assert outputs[1][0].usage.cached_tokens >= 16
 
 
+# Preemption is the host's, and knows nothing of devices; a lost cache, below, makes the same rows compute again.
+@pytest.mark.slow
 def test_few_pages_make_requests_wait_and_change_no_token(folder, single):
     prompts = [PROMPT + str(number) for number in range(4)]
     longer = SamplingParams(temperature=0.0, max_tokens=40)
@@ -194,6 +196,8 @@ def test_programs_update_each_devices_part_in_its_memory(pair):
         assert not report.problems
 
 
+# What is declared does not depend on the devices: tests/test_llm.py has it for one.
+@pytest.mark.slow
 def test_a_warmed_up_strict_llm_compiles_nothing(folder, single):
     with LLM(folder, tensor_parallel_size=2, strict=True, **SMALL) as llm:
         llm.warm_up(batch=2, prompt_tokens=40, sampling=GREEDY)
@@ -423,7 +427,8 @@ def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization,
     assert sizes[0] / devices <= sizes[1] < 1.2 * sizes[0] / devices
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+# The texts of the test above are those of int4.
+@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.slow), "fp8"])
 def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder, quantization):
     """Each device's arrays mean its part of the weight that all arrays mean."""
     whole = build_model(load_config(folder))

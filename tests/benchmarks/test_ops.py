@@ -17,6 +17,7 @@ from pallas_kernels.workbench.op_benchmark import (
     load_cases,
     prepare,
 )
+from tests.fast_cases import fast_cases
 
 SMALL = {"paged_attention": "page-edges", "ragged_attention": "mixed", "page_write": "latent"}
 EQUAL = {"paged_attention": "one-row", "ragged_attention": "one-prompt", "page_write": "latent"}
@@ -40,8 +41,15 @@ def measure(op, case, dtype="float32", chosen=("xla",)):
 
 # Of attention, of a product and of a scan; the others are prepared and compared alike.
 NARROW = ("paged_attention", "skinny_matmul", "ssd_scan")
+# The scan of another family takes the same arguments, and a small update is prepared as a scan is.
+ALIKE = ("delta_scan", "delta_update")
 TIMED = [
-    pytest.param(op, dtype, marks=[pytest.mark.slow] * (dtype == "bfloat16" and op not in NARROW))
+    pytest.param(
+        op,
+        dtype,
+        marks=[pytest.mark.slow]
+        * (op in ALIKE or (dtype == "bfloat16" and op not in ("paged_attention", "skinny_matmul"))),
+    )
     for op in OPS
     for dtype in ("float32", "bfloat16")
 ]
@@ -119,7 +127,11 @@ def test_a_kernel_of_somebody_else_behind_our_door_is_a_peer():
     assert row["is_peer"]
 
 
-@pytest.mark.parametrize("op", OPS)
+# One op of each kind of result: `broken` changes pools that are written, states, positions, and numbers.
+@pytest.mark.parametrize(
+    "op",
+    fast_cases(OPS, "page_write", "rotary_write", "ssd_update", "index_topk", "paged_attention"),
+)
 def test_a_wrong_implementation_is_not_timed(op, monkeypatch):
     monkeypatch.setattr(pallas_kernels, op, broken(op))
     row = measure(op, EQUAL[op])["xla"]
@@ -127,7 +139,7 @@ def test_a_wrong_implementation_is_not_timed(op, monkeypatch):
     assert row["refused"].startswith("WRONG")
 
 
-@pytest.mark.parametrize("op", NARROW)
+@pytest.mark.parametrize("op", fast_cases(NARROW, "paged_attention"))
 def test_the_command_fails_where_a_result_is_wrong(op, monkeypatch, capsys):
     monkeypatch.setattr(pallas_kernels, op, broken(op))
     assert ops.main([op, "--case", EQUAL[op], "--implementation", "xla", "--seconds", "0.001"]) == 1

@@ -227,7 +227,14 @@ def test_latents_are_not_expanded_under_the_fixed_order():
     assert expands[1] == 0
 
 
-@pytest.mark.parametrize("latent", [LATENT, SPARSE], ids=["latent", "sparse"])
+# The one that chooses among tokens has the products of the other, and more.
+@pytest.mark.parametrize(
+    "latent",
+    [
+        pytest.param(LATENT, id="latent", marks=pytest.mark.slow),
+        pytest.param(SPARSE, id="sparse"),
+    ],
+)
 def test_a_text_in_one_step_has_the_bits_of_decode_steps_without_an_engine(latent):
     """A step over whole texts is fresh, but latents are not expanded; `SPARSE` chooses all of so few tokens."""
     model, params = latent_model(latent)

@@ -87,7 +87,8 @@ def test_random_arrivals_have_the_tokens_of_the_oracle(wish, free):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("budget", [5, 32])
+# Chunks of 16 are in the test above.
+@pytest.mark.parametrize("budget", [5, pytest.param(32, marks=pytest.mark.slow)])
 def test_the_cut_of_prompts_changes_no_token(budget):
     requests = requests_of(PLAIN)[:6]
     engine = engine_for(token_budget=budget, prefix_cache=False, overlap=budget != 5)
@@ -339,6 +340,8 @@ def test_stop_strings_end_the_text_and_the_request():
     assert_idle(engine)
 
 
+# The two tests around this one declare what they serve too: plain requests, and rich ones whose cache is lost.
+@pytest.mark.slow
 def test_what_is_declared_for_a_request_serves_it_alone_or_with_its_like():
     """A strict engine compiles nothing for penalties, samples, chunks, preemptions and prefix hits."""
     programs = Programs(strict=True)

@@ -32,7 +32,7 @@ def engine_for(**options):
 @pytest.mark.parametrize(
     ("page", "shifts"),
     [
-        (32, range(1, 101, 6)),
+        (32, range(1, 101, 12)),
         pytest.param(8, range(2, 101, 7), marks=pytest.mark.slow),
         pytest.param(32, range(1, 101), marks=pytest.mark.slow),
         pytest.param(8, range(1, 101), marks=pytest.mark.slow),
@@ -299,7 +299,7 @@ def test_a_lost_checkpoint_falls_back_to_the_one_before():
     assert_same([again], uncached(engine, prompt))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_restored_state_is_the_one_that_was_left_bit_for_bit(dtype):
     # It is restored by its id into another request, and unchanged by the requests that ran in between. The state of
     # the recurrence is float32 in every dtype of the model and its convolution.
@@ -400,7 +400,8 @@ def test_samples_of_a_prompt_begin_from_a_checkpoint():
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("budget", [32, 128])
+# Smaller chunks are in the test of random arrivals.
+@pytest.mark.parametrize("budget", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_known_prompts_share_steps_with_all_others(budget):
     # With rows that generate, chunks of prompts and each other; off page ends, and drawn at random.
     engine = engine_for(budget=budget, full_hits=True)

@@ -167,6 +167,8 @@ def test_logprobs_are_those_of_the_module(module, model):
         np.testing.assert_allclose(out.top_logprobs[row, 0], top, atol=1e-4)
 
 
+# tests/models/families/test_quantised_cache.py has narrower caches, and the specs' dtype is in the test below.
+@pytest.mark.slow
 def test_a_narrower_cache_dtype_serves(module, model):
     assert np.shape(generated(model, model.params_of(module), cache_dtype="bfloat16")) == (3, NEW)
 

@@ -18,6 +18,14 @@ from tests.pallas_kernels.recurrence import CHUNK, CLOSE
 from tests.pallas_kernels.selective_scan.test_selective import SELECTIVE
 
 RECURRENCES = {"delta": DELTA, "selective": SELECTIVE}
+# What is slow of the first is tested of `delta_scan` in its own suite, with an oracle of its own.
+of_selective = pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(DELTA, id="delta", marks=pytest.mark.slow),
+        pytest.param(SELECTIVE, id="selective"),
+    ],
+)
 of_each = pytest.mark.parametrize("op", RECURRENCES.values(), ids=RECURRENCES)
 FRESH = Rows((19,))
 CASES = {
@@ -34,7 +42,7 @@ CASES = {
 }
 
 
-@of_each
+@of_selective
 @pytest.mark.parametrize("form", ["scan", "reference"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_scan_is_the_recurrence_token_by_token(op, name, form):
@@ -49,7 +57,7 @@ def test_a_scan_is_the_recurrence_token_by_token(op, name, form):
     np.testing.assert_array_equal(np.asarray(pool)[same], inputs["states"][same])
 
 
-@of_each
+@of_selective
 def test_a_split_at_a_chunk_has_the_same_bits(op):
     inputs = op.inputs(FRESH)
     first = inputs | {name: inputs[name][:16] for name in op.tokens}
