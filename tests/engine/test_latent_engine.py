@@ -39,7 +39,12 @@ def serve(engine, *prompts, latent=LATENT):
 
 @pytest.mark.parametrize(
     ("known", "length", "cached"),
-    [(0, 30, 0), (PAGE, 30, PAGE), (3 * PAGE, 30, 3 * PAGE), (3 * PAGE, 3 * PAGE, 3 * PAGE - 1)],
+    [
+        (0, 30, 0),
+        pytest.param(PAGE, 30, PAGE, marks=pytest.mark.slow),
+        (3 * PAGE, 30, 3 * PAGE),
+        (3 * PAGE, 3 * PAGE, 3 * PAGE - 1),
+    ],
 )
 def test_a_prompt_attends_expanded_unless_some_of_it_is_cached(known, length, cached):
     # The prefix has no page, one, several, or ends within a page, which is copied.

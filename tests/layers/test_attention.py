@@ -106,7 +106,7 @@ def dense(params, x, positions, *, window=None):
     return mixed @ np.asarray(params["o"]).T + np.asarray(params["o_bias"])
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_a_chunk_and_a_decode_step_equal_dense_attention(window):
     params, x = parameters(), normal(8, 7, HIDDEN)
     wanted = dense(params, x, np.arange(7), window=window)
@@ -184,7 +184,7 @@ def test_what_is_written_is_what_the_layers_make_of_it_one_by_one(norm, dtype):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize("stored", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("stored", [pytest.param("float8_e4m3fn", marks=pytest.mark.slow), "int8"])
 def test_quantised_pages_give_nearly_the_same_answers(stored):
     plain, cache = pages(), {}
     for role, scale in (("key", "key_scale"), ("value", "value_scale")):

@@ -43,10 +43,21 @@ def three_rows(params, lens):
     ]
 
 
+# A prompt that draws, and greedy decode steps, are fast.
 @pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0.0), DRAWN], ids=["greedy", "drawn"]
+    ("lens", "params"),
+    [
+        pytest.param((1, 1, 1), SamplingParams(temperature=0.0), id="decode-greedy"),
+        pytest.param((1, 1, 1), DRAWN, id="decode-drawn", marks=pytest.mark.slow),
+        pytest.param(
+            (3, 1, 9),
+            SamplingParams(temperature=0.0),
+            id="prefill-greedy",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((3, 1, 9), DRAWN, id="prefill-drawn"),
+    ],
 )
-@pytest.mark.parametrize("lens", [(1, 1, 1), (3, 1, 9)], ids=["decode", "prefill"])
 def test_two_programs_do_the_same_as_one(params, lens):
     rows = three_rows(params, lens)
     features = replace(features_of(rows), grammar=True)

@@ -10,6 +10,7 @@ import pytest
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.sample import sample
+from tests.fast_cases import fast_cases
 from tests.sampling.rows import (
     ALL,
     BLOCKS,
@@ -38,7 +39,8 @@ def primitives(jaxpr):
 
 
 class TestRows:
-    @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16, 33])
+    # Alone, a number that is no bucket, a bucket and all.
+    @pytest.mark.parametrize("rows", fast_cases([1, 2, 3, 5, 8, 16, 33], 1, 3, 8, 33))
     def test_neither_neighbours_nor_place_nor_bucket_change_a_row(self, rows):
         """Rows are permuted, removed and padded. The bits of the others stay equal."""
         total, vocab = 33, 1000
@@ -76,8 +78,11 @@ class TestRows:
 
 
 class TestFailure:
+    # The greedy program, and the one with everything that others have a part of.
     @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
-    @pytest.mark.parametrize("features", [Features(), DRAWS, FILTERS, ALL])
+    @pytest.mark.parametrize(
+        "features", fast_cases([Features(), DRAWS, FILTERS, ALL], Features(), ALL)
+    )
     def test_a_row_that_is_not_finite_fails_alone(self, features, bad):
         """NaN must not become a plausible token, and changes nothing for the neighbours."""
         rows, vocab = 6, 131

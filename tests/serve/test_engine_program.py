@@ -169,7 +169,12 @@ def test_sampling_defaults_are_those_of_the_model_s_file_if_wanted(tmp_path, wan
 
 
 @pytest.mark.parametrize(
-    ("option", "reason"), [("model", "config.json"), ("programs", "holds no bundle of programs")]
+    ("option", "reason"),
+    # Another reason comes the same way from the child.
+    [
+        pytest.param("model", "config.json", marks=pytest.mark.slow),
+        ("programs", "holds no bundle of programs"),
+    ],
 )
 def test_what_does_not_load_is_refused_with_its_reason(tmp_path, option, reason):
     async def test():

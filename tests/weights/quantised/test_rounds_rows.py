@@ -88,7 +88,8 @@ def assert_expected(folder, params, model, quantization, *, rounds):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "rounds"), [("fp8", True), ("int8", False), ("int4", False)]
+    ("quantization", "rounds"),
+    [("fp8", True), ("int8", False), pytest.param("int4", False, marks=pytest.mark.slow)],
 )
 def test_a_plain_checkpoint_rounded_to_fp8_has_activations_rounded_too(plain, quantization, rounds):
     model, params = load(plain, quantization=quantization)
