@@ -19,15 +19,15 @@ def numbered(layout, count):
     cache = init_cache(layout, counts_of(layout, count))
 
     def fill(array):
-        units = jnp.arange(1, count + 1).reshape(-1, *[1] * (array.ndim - 1))
-        return jnp.broadcast_to(units, array.shape).astype(array.dtype)
+        units = np.arange(1, count + 1).reshape(-1, *[1] * (array.ndim - 1))
+        return jnp.asarray(np.broadcast_to(units, array.shape).astype(array.dtype))
 
     return cache.replace(arrays=tuple(map(fill, cache.arrays)))
 
 
 def units_of(array):
     """What `numbered` put into each unit; every element of a unit agrees."""
-    flat = np.asarray(array.astype(jnp.float32)).reshape(array.shape[0], -1)
+    flat = np.asarray(array).astype(np.float32).reshape(array.shape[0], -1)
     assert (flat == flat[:, :1]).all()
     return flat[:, 0].tolist()
 

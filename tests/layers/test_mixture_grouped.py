@@ -23,9 +23,8 @@ def test_it_says_what_the_experts_say(name, tokens):
     mixture = CASES[name]
     params, x = drawn(mixture)
     x = x[:tokens]
-    got = mixture_of_experts(
-        params, jnp.asarray(x), mixture=mixture, activation="silu", grouped="xla"
-    )
+    run = partial(mixture_of_experts, mixture=mixture, activation="silu", grouped="xla")
+    got = jax.jit(run)(params, jnp.asarray(x))
     np.testing.assert_allclose(got, by_hand(params, x, mixture), rtol=2e-5, atol=2e-4)
 
 
@@ -37,7 +36,8 @@ def test_biases_and_bounds_are_those_of_the_plain_way():
     for name, shape in {"router": (6,), "experts_up": (6, 16), "experts_down": (6, 12)}.items():
         params[f"{name}_bias"] = jnp.asarray(draw.normal(size=shape), jnp.float32)
     run = partial(mixture_of_experts, params, jnp.asarray(x), mixture=mixture, activation="silu")
-    np.testing.assert_allclose(run(grouped="xla"), run(), rtol=2e-5, atol=2e-4)
+    both = jax.jit(lambda: (run(grouped="xla"), run()))()
+    np.testing.assert_allclose(*both, rtol=2e-5, atol=2e-4)
 
 
 def test_many_tokens_are_asked_for_in_blocks(monkeypatch):
@@ -45,11 +45,12 @@ def test_many_tokens_are_asked_for_in_blocks(monkeypatch):
     mixture = CASES["granite"]
     params, x = drawn(mixture)
     run = partial(mixture_of_experts, params, jnp.asarray(x), mixture=mixture, activation="silu")
-    whole = run(grouped="xla")
+    whole = jax.jit(lambda: run(grouped="xla"))()
     up = params["experts_up"].shape
     monkeypatch.setattr(layer, "_MOST_SORTED", 5 * mixture.top_k * max(up[1:]))
     assert len(x) % 5
-    np.testing.assert_allclose(run(grouped="xla"), whole, rtol=1e-6, atol=1e-6)
+    parts = jax.jit(lambda: run(grouped="xla"))()
+    np.testing.assert_allclose(parts, whole, rtol=1e-6, atol=1e-6)
     loops = [eqn for eqn in equations(lambda: run(grouped="xla")) if str(eqn.primitive) == "scan"]
     assert [eqn.params["length"] for eqn in loops] == [-(-len(x) // 5)]
 

@@ -49,7 +49,13 @@ def prompt(length, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("latent", "rows", "decode"), [(RECORDS, 3, False), (RECORDS, 1, True), (LATENT, 1, True)]
+    ("latent", "rows", "decode"),
+    # A single row is one slice to XLA, whatever it holds.
+    [
+        (RECORDS, 3, False),
+        (RECORDS, 1, True),
+        pytest.param(LATENT, 1, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_donated_cache_is_updated_in_its_own_memory_and_copied_nowhere(latent, rows, decode):
     # The engine's tests audit steps of several rows over latents and over plain numbers.

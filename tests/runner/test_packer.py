@@ -22,6 +22,7 @@ from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN, STOP_WIDTH, features_of, split_seed
 from jaxkv.sampling.token_mask import mask_of, num_words
 from tests.cache.layouts import slots_of
+from tests.example_counts import examples
 
 VOCAB = 100
 LAYOUT = group_layers(
@@ -345,7 +346,7 @@ CHOICES = st.fixed_dictionaries(
     order=st.permutations(range(4)),
     drawn=st.lists(CHOICES, min_size=1, max_size=4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_rows_of_one_token_pack_to_the_same_bytes_by_either_path(order, drawn):
     """The path of decode steps is another only for speed; a third way to the slots and seeds agrees with both."""
     rows = [Row(sequence=order[index], **fields) for index, fields in enumerate(drawn)]
@@ -385,7 +386,7 @@ VERBS = st.lists(
 
 
 @given(VERBS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
     """Pages grow, are copied or get another holder, and entries get another owner; a new packer packs the same."""
     old, allocator = (
@@ -432,7 +433,7 @@ def test_what_a_packer_remembers_of_earlier_steps_never_shows(verbs):
 
 
 @given(seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_seed_survives_its_two_halves(seed):
     low, high = np.asarray(split_seed(seed), np.int32).view(np.uint32).tolist()
     assert (high << 32) | low == seed

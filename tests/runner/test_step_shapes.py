@@ -23,6 +23,7 @@ from jaxkv.runner.rows import Row
 from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes, grain_of
 from jaxkv.sampling.features import Features
+from tests.example_counts import examples
 
 LAYOUT = group_layers(
     (
@@ -58,7 +59,7 @@ def test_four_sizes_per_octave_pad_little(maximum, size):
 
 
 @given(st.integers(LOOSE_TOKENS, 4000), st.integers(1, 4000), st.integers(0, 300))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_number_of_tokens_is_served_by_steps_that_pad_little(maximum, tokens, decoding):
     """The rest goes on in the next step, and a step of one prompt always has room for some of it."""
     sizes = token_buckets(maximum, per_octave=2)
@@ -97,7 +98,7 @@ def test_rows_that_generate_are_padded_little(maximum, rows, factor):
 
 
 @given(st.data(), st.sampled_from([FINE, COARSE]), st.sampled_from([100, 256]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_step_is_padded_by_more_than_a_quarter_above_64_tokens(data, grain, max_rows):
     """The steps have rows that generate, and prompts cut as the scheduler cuts them."""
     served = shapes(max_rows=max_rows, grain=grain)
@@ -141,7 +142,7 @@ def test_kernels_that_skip_padding_get_fewer_programs():
     st.booleans(),
     st.sampled_from([FINE, COARSE]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, pinned, grain):
     """The declared programs are those that run, also with every shape pinned."""
     served = shapes(pinned=pinned, grain=grain)
@@ -156,7 +157,7 @@ def test_every_step_has_a_declared_program_that_holds_it(counts, total, decode, 
 
 
 @given(st.integers(1, 31), st.integers(1, 31), st.integers(1, 32), st.sampled_from([FINE, COARSE]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_steps_that_verify_drafts_have_few_tokens_and_declared_programs(most, drafts, rows, grain):
     served = shapes(drafts=most, grain=grain)
     drafts = min(drafts, served.most_drafts(rows))
@@ -214,7 +215,7 @@ def test_too_many_tokens_are_refused():
 
 
 @given(st.integers(1, 256), st.integers(0, 256), st.integers(1, 6), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_every_number_of_masks_has_declared_programs_that_hold_them(rows, masks, each, pinned):
     """The steps have drafts, one token per row, or prompts."""
     features, masks = Features(grammar=True), min(rows, masks)

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jaxkv.text import tokenizer as ours
 from jaxkv.text.detokenize import Detokenizer, text_after
+from tests.example_counts import examples
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -130,7 +131,7 @@ def pieces_of(tokenizer, ids, prompt=(), *, skip_special_tokens=True):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_the_pieces_of_any_ids_add_up_to_their_text(kind, data):
     tokenizer = TOKENIZERS[kind]
@@ -164,7 +165,7 @@ def texts_of(kind):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_behind_a_prompt_the_text_is_that_of_both_less_the_prompts(kind, data):
     tokenizer = TOKENIZERS[kind]
@@ -177,7 +178,7 @@ def test_behind_a_prompt_the_text_is_that_of_both_less_the_prompts(kind, data):
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_the_pieces_behind_any_prompt_add_up_to_the_text_behind_it(kind, skip, data):
     tokenizer = TOKENIZERS[kind]
@@ -255,7 +256,7 @@ def test_ids_of_a_prompt_that_only_the_model_has_have_no_text():
     assert text_after(tokenizer, [THE, 9999], [FOX]) == " fox"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_no_piece_of_a_valid_text_shows_a_broken_character(text):
     tokenizer = TOKENIZERS["byte level"]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.text.text_stream import StopStrings, TextStream
 from tests.engine.engines import TOKENIZER
+from tests.example_counts import examples
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=4).map(tuple)
 
@@ -20,7 +21,7 @@ def first_stop(text, stops):
 
 
 @given(st.lists(st.text("ab", max_size=3), max_size=8), STOPS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_stop_string_is_found_wherever_the_pieces_end(pieces, stops):
     shown, met, stream = "", False, StopStrings(stops)
     text = "".join(pieces)
@@ -36,7 +37,7 @@ def test_a_stop_string_is_found_wherever_the_pieces_end(pieces, stops):
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=3), max_size=8), STOPS, st.integers(0, 8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_what_ends_before_it_may_is_text(pieces, stops, allowed):
     """With `min_tokens`, strings that end within the first pieces do not count."""
     shown, met, stream = "", False, StopStrings(stops)
@@ -66,7 +67,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
 
 
 @given(st.text(max_size=12), st.text(min_size=1, max_size=2))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_tokens_become_the_text_up_to_the_stop(text, stop):
     ids = TOKENIZER.encode(text, add_special=False)
     whole = TOKENIZER.decode(ids)

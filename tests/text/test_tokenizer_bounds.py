@@ -26,6 +26,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.text.prompts import prompt_ids
 from jaxkv.text.tokenizer import load_tokenizer
 from jaxkv.text.tokenizer_bounds import _FIXED, MAX_ADDED_IDS, MAX_TOKEN_BYTES, read_bounds
+from tests.example_counts import examples
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ▁"
 
@@ -305,7 +306,7 @@ TEXTS = st.text(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(chain=st.lists(st.sampled_from(NORMALIZERS), min_size=1, max_size=3), text=TEXTS)
 def test_no_chain_of_normalizers_makes_more_of_a_text_than_its_bound(chain, text):
     library = library_of(normalizer=normalizers.Sequence(chain))
@@ -334,7 +335,7 @@ DECODERS = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     decoder=st.sampled_from(DECODERS),
     pieces=st.lists(st.sampled_from(["a", "ab", "é", "<0xE2>", "Ġb", "▁", "##a", "Ã"]), max_size=8),
@@ -454,7 +455,7 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     parts=st.lists(
         st.one_of(

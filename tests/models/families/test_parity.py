@@ -17,8 +17,8 @@ STEPS = 64
 EVERY = [
     pytest.param(name, marks=[pytest.mark.slow] * (name in cases.SLOW)) for name in cases.CASES
 ]
-# Steps after the prompt and rows beside one another have the layers of the prompt. One case each is fast: a plain one,
-# windows, a rope that depends on the length, norms and caps around blocks, and experts with sinks.
+# Chunks, steps after the prompt and rows beside one another have the layers of the prompt. One case each is fast: a
+# plain one, windows, a rope that depends on the length, norms and caps around blocks, and experts with sinks.
 STEPPED = ("llama", "qwen2-layer-types", "phi3-longrope", "gemma2", "gpt-oss")
 LATER = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in STEPPED)) for name in cases.CASES
@@ -55,6 +55,7 @@ def test_greedy_tokens_equal_transformers_for_64_steps(pair):
     assert chosen == wanted
 
 
+@pytest.mark.parametrize("pair", LATER, indirect=True)
 def test_a_prompt_in_two_chunks_gives_the_logits_of_transformers(pair):
     case, theirs, model, params = pair
     tokens = case.prompt(PROMPT)
