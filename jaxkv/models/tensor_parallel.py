@@ -297,10 +297,10 @@ class TensorParallel:
     ) -> Sampled:
         """Samples one token per row as `jaxkv.sampling.sample.sample` does, each device from its part of the logits.
 
-        The logits of all ids are put together only for filters and processors, which need them on one device.
+        The logits of all ids are put together only for processors, which need them on one device.
         """
         features = sampling.features
-        if features.filters or features.processors or not self._shards.splits_vocab:
+        if features.processors or not self._shards.splits_vocab:
             return sample(self.logits(params, hidden), sampling, state, positions)
 
         def run(

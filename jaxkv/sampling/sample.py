@@ -11,7 +11,6 @@ from jaxkv._pytree import pytree
 from jaxkv.config.sampling import LOGPROBS_MODES
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.vocab import ALL_IDS, Vocab
-from pallas_kernels import filter_bounds
 
 # The device may flush smaller temperatures to zero, so they count as zero.
 _SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
@@ -77,8 +76,8 @@ def sample(
         state: the rows' states from `read_choices`; `None` unless the program has penalties or processors.
         positions: position of the token to sample, which is the number of tokens so far. The random numbers depend
             only on the seed and this position.
-        vocab: the ids of the logits, if the devices of a mesh have a part each. Programs with filters or processors
-            need all ids on one device.
+        vocab: the ids of the logits, if the devices of a mesh have a part each. Programs with processors need all ids
+            on one device.
     """
     features = sampling.features
     adjusted = adjust(logits, sampling, state, positions, vocab)
@@ -94,7 +93,7 @@ def sample(
         truncated = (adjusted - best) / _divisor(sampling)
         drawn = truncated + noise
         if features.filters:
-            kept = allowed(adjusted, sampling)
+            kept = allowed(adjusted, sampling, best, vocab)
             truncated = jnp.where(kept, truncated, -jnp.inf)
             drawn = jnp.where(kept, drawn, -jnp.inf)
         score = jnp.where(_is_drawn(sampling), drawn, adjusted)
@@ -199,11 +198,14 @@ def _penalise(
 
 
 def allowed(
-    logits: Float32[Array, "rows vocab"], sampling: SamplingBatch
+    logits: Float32[Array, "rows vocab"],
+    sampling: SamplingBatch,
+    best: Float32[Array, "rows 1"],
+    vocab: Vocab = ALL_IDS,
 ) -> Bool[Array, "rows vocab"]:
     """Returns which tokens the filters keep. Each filter is a lower bound of the logit, so ties at a bound are kept."""
     filters = (sampling["top_k"], sampling["top_p"], sampling["min_p"])
-    return logits >= filter_bounds(logits, *filters, _divisor(sampling)[:, 0])[:, None]
+    return logits >= vocab.filter_bounds(logits, best, *filters, _divisor(sampling)[:, 0])[:, None]
 
 
 def _rows(logits: Float32[Array, "rows vocab"]) -> Int[Array, "rows 1"]:

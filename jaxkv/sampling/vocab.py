@@ -6,7 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int, Shaped
 
+from jaxkv.sampling.bounds_of_parts import bounds_of_parts
 from jaxkv.sampling.log_total import log_total
+from pallas_kernels import filter_bounds
+from pallas_kernels.filter_bounds.near_best import near_best
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,33 @@ class Vocab:
         ids = self._gathered(ids + self._first(logits.shape[1]))
         values, places = lax.top_k(values, count)
         return values, jnp.take_along_axis(ids, places, axis=1)
+
+    def filter_bounds(
+        self,
+        logits: Float32[Array, "rows width"],
+        best: Float32[Array, "rows 1"],
+        top_k: Int[Array, " rows"],
+        top_p: Float32[Array, " rows"],
+        min_p: Float32[Array, " rows"],
+        temperature: Float32[Array, " rows"],
+    ) -> Float32[Array, " rows"]:
+        """Returns the logit threshold of each row's filters, see `pallas_kernels.filter_bounds`.
+
+        Args:
+            logits: the logits.
+            best: the largest logit of each row.
+            top_k: int32; 0, or at least the number of ids, for no filter.
+            top_p: 1 for no filter.
+            min_p: 0 for no filter.
+            temperature: positive; probabilities are the softmax of logits / temperature.
+        """
+        if self.parts == 1:
+            return filter_bounds(logits, top_k, top_p, min_p, temperature)
+        size = self.parts * logits.shape[1]
+        bounds = bounds_of_parts(
+            logits, top_k, top_p, temperature, best, vocab_size=size, axis=self.axis
+        )
+        return jnp.maximum(bounds, near_best(best[:, 0], min_p, temperature))
 
     def _first(self, width: int) -> Int[Array, ""]:
         """Returns the first id of this device's part."""

@@ -12,13 +12,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN
-from jaxkv.sampling.sample import gumbel_noise, sample
+from jaxkv.sampling.sample import allowed, gumbel_noise, sample
 from jaxkv.sampling.token_mask import mask_of, num_words
 from jaxkv.sampling.vocab import Vocab
 from tests.devices import needs_devices
 from tests.example_counts import examples
 from tests.sampling import oracle
-from tests.sampling.rows import GREEDY, at, batch_of, state_of
+from tests.sampling.rows import FILTERS, GREEDY, at, batch_of, state_of
 
 pytestmark = needs_devices(4)
 
@@ -48,23 +48,40 @@ OPTIONS = st.fixed_dictionaries(
         "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=3),
     }
 )
+FILTERED = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.05, 1.0, 30.0]),
+        "top_k": st.sampled_from([0, 1, 2, 5, VOCAB - 1, VOCAB, 2**31 - 1]),
+        "top_p": st.one_of(st.sampled_from([1e-9, 0.5, 0.999, 1.0]), st.floats(0.001, 1)),
+        "min_p": st.sampled_from([0.0, 1e-6, 0.1, 1.0]),
+    }
+)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=8)
 
 
-@jax.jit
-def sampled_in_parts(logits, batch, state, positions):
-    """Samples on four devices, which must agree on every result."""
+def in_parts(function):
+    """Returns a function that runs on four devices, each with a part of the logits; results have one entry of each."""
     mesh = Mesh(np.asarray(jax.devices()[:PARTS]), ("parts",))
-    run = jax.shard_map(
-        lambda *arguments: jax.tree.map(
-            lambda one: one[None], sample(*arguments, Vocab(PARTS, "parts"))
-        ),
-        mesh=mesh,
-        in_specs=(PartitionSpec(None, "parts"), *[PartitionSpec()] * 3),
-        out_specs=PartitionSpec("parts"),
-        check_vma=False,
-    )
-    return run(logits, batch, state, positions)
+
+    def run(logits, *arguments):
+        divided = jax.shard_map(
+            lambda *one: jax.tree.map(lambda x: x[None], function(*one, Vocab(PARTS, "parts"))),
+            mesh=mesh,
+            in_specs=(PartitionSpec(None, "parts"), *[PartitionSpec()] * len(arguments)),
+            out_specs=PartitionSpec("parts"),
+            check_vma=False,
+        )
+        return divided(logits, *arguments)
+
+    return jax.jit(run)
+
+
+def kept(logits, batch, vocab):
+    """Returns which of its own tokens a device keeps."""
+    return allowed(logits, batch, vocab.max(logits), vocab)
+
+
+sampled_in_parts, kept_in_parts = in_parts(sample), in_parts(kept)
 
 
 def agreed(results):
@@ -116,6 +133,49 @@ def test_tokens_and_log_probabilities_are_those_of_the_oracle(
         order = np.argsort(-logits[row], kind="stable")[:TOP]
         assert got.top_ids[row].tolist() == order.tolist()
         np.testing.assert_allclose(got.top_logprobs[row], raw[order], atol=1e-5)
+
+
+@given(LOGITS, st.lists(FILTERED, min_size=ROWS, max_size=ROWS))
+@settings(max_examples=examples(60), deadline=None)
+def test_filters_keep_what_the_oracle_keeps(logits, options):
+    params = [SamplingParams(**one) for one in options]
+    parts = np.asarray(kept_in_parts(jnp.asarray(logits), batch_of(params, FILTERS)))
+    for row, own, mask in zip(logits, params, np.concatenate(parts, axis=1), strict=True):
+        wanted, doubtful = oracle.keep(row, own)
+        # A token that cannot be drawn may be kept or not.
+        matters = ~doubtful & ~np.isneginf(row)
+        np.testing.assert_array_equal(mask[matters], wanted[matters])
+        assert mask[np.argmax(row)]
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0])
+def test_filters_of_a_large_vocabulary_keep_as_many_tokens_as_float64(scale):
+    logits = np.random.default_rng(0).normal(size=(3, 131072)).astype(np.float32) * scale
+    wishes = [SamplingParams(top_p=0.9), SamplingParams(top_k=1000), SamplingParams(min_p=0.05)]
+    parts = np.asarray(kept_in_parts(jnp.asarray(logits), batch_of(wishes, FILTERS)))
+    nucleus, most_likely, near = np.concatenate(parts, axis=1)
+    weights = -np.sort(-np.exp(logits[0].astype(np.float64)))
+    size = 1 + np.searchsorted(np.cumsum(weights), 0.9 * weights.sum())
+    # Float32 may decide otherwise on tokens whose sum of probabilities is next to p.
+    assert abs(int(nucleus.sum()) - size) <= 5
+    assert most_likely.sum() == 1000
+    assert logits[1][most_likely].min() > logits[1][~most_likely].max()
+    np.testing.assert_array_equal(near, logits[2] >= logits[2].max() + np.log(0.05))
+
+
+def test_a_token_is_drawn_among_those_that_the_filters_keep():
+    logits = np.random.default_rng(1).normal(size=(ROWS, VOCAB)).astype(np.float32)
+    params = [SamplingParams(top_k=3, seed=at, logprobs_mode="truncated") for at in range(ROWS)]
+    features = Features(draws=True, filters=True, logprobs=0, logprobs_modes=True)
+    batch, positions = batch_of(params, features), at(*range(ROWS))
+    got = agreed(sampled_in_parts(jnp.asarray(logits), batch, None, positions))
+    noise = np.asarray(gumbel_noise(batch, positions, VOCAB))
+    for row in range(ROWS):
+        likely = np.argsort(-logits[row])[:3]
+        token = likely[np.argmax(logits[row][likely] + noise[row][likely])]
+        assert got.tokens[row] == token
+        left = log_probabilities(logits[row][likely])
+        np.testing.assert_allclose(got.logprob[row], left[likely == token][0], atol=1e-5)
 
 
 def test_equal_logits_on_several_devices_give_the_lowest_id():
