@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
+from jaxkv import LLM, AsyncLLM, CacheConfig, EngineConfig, SamplingParams
 from jaxkv.engine.request_state import RequestState
 from jaxkv.rollout import rollout_of
 from jaxkv.step.loop import ERROR, LENGTH, STOP
@@ -26,7 +26,11 @@ def one_layer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(one_layer):
     cache = CacheConfig(max_sequences=8, page_size=16)
-    return LLM(one_layer, dtype="float32", cache=cache, max_model_len=64, progress=False)
+    # Two programs instead of one for each number of rows and of tokens, and for each kind of request.
+    engine = EngineConfig(pinned_shapes=True, token_budget=64)
+    return LLM(
+        one_layer, dtype="float32", cache=cache, engine=engine, max_model_len=64, progress=False
+    )
 
 
 def test_rows_are_the_samples_of_generate_padded_on_the_outer_sides(llm):

@@ -41,8 +41,8 @@ def measure(op, case, dtype="float32", chosen=("xla",)):
 
 # Of attention, of a product and of a scan; the others are prepared and compared alike.
 NARROW = ("paged_attention", "skinny_matmul", "ssd_scan")
-# The scan of another family takes the same arguments, and a small update is prepared as a scan is.
-ALIKE = ("delta_scan", "delta_update")
+# A small update is prepared as a scan is, and ops of the other family as these.
+ALIKE = ("delta_scan", "delta_update", "ssd_scan")
 TIMED = [
     pytest.param(
         op,

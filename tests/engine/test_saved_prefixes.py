@@ -125,7 +125,9 @@ def bits_of(engine):
     return found
 
 
-@pytest.mark.parametrize("kind", ["window", "sparse latent", "full hits"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("window", marks=pytest.mark.slow), "sparse latent", "full hits"]
+)
 def test_every_page_and_state_comes_back_bit_for_bit(kind, tmp_path):
     saving, loading = KINDS[kind](), KINDS[kind]()
     for prompt in texts(7, 40, 21, 8):

@@ -110,6 +110,8 @@ def test_a_model_at_a_layer_offset_lives_in_the_same_cache_and_disturbs_nobody()
         np.testing.assert_array_equal(guessed[:real], np.concatenate(alone.prefill(new)))
 
 
+# Parity with Transformers, in families/test_latent_parity.py, has models that choose some of the tokens and all.
+@pytest.mark.slow
 def test_sparse_attention_equals_dense_when_it_may_choose_everything_and_only_then():
     # The expanded step needs no indexer as long as it is no longer than what is chosen.
     sparse, params = model(SPARSE)

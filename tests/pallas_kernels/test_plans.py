@@ -45,6 +45,7 @@ from pallas_kernels.ssd_scan import mosaic_gpu as scan
 from pallas_kernels.ssd_scan import mosaic_schedule as scan_schedule
 from pallas_kernels.ssd_update import mosaic_gpu as update
 from pallas_kernels.workbench.search_space import TUNED_OPS, find_space
+from tests.fast_cases import fast_cases
 from tests.pallas_kernels.contract import by_name
 from tests.pallas_kernels.structs import MAKERS, cases_of, floats, of_arrays, structs_of
 
@@ -177,7 +178,13 @@ def test_sizes_of_delta_layers_are_read_from_structs():
     assert DeltaSizes.of(floats(3, 4, 8, 6), floats(19, 56)) == DeltaSizes(2, 4, 8, 6)
 
 
-@pytest.mark.parametrize("op", OPS)
+# Tests of other kernels lower them, which traces their bodies too.
+@pytest.mark.parametrize(
+    "op",
+    fast_cases(
+        OPS, "skinny_matmul", "grouped_matmul", "index_topk", "filter_bounds", "latent_attention"
+    ),
+)
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_case_is_traced_for_an_h200(op, large, h200):
     """The bodies of kernels are traced, too, so that their annotations are met as on a GPU."""

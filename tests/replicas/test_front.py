@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import LLM, AsyncLLM, EngineConfig, SamplingParams
+from jaxkv import LLM, AsyncLLM, SamplingParams
 from jaxkv.errors import BadCheckpoint, ReplicaLost
 from jaxkv.replicas.front import ReplicatedLLM
 
@@ -22,8 +22,6 @@ SMALL = {
     "block_size": 16,
     "seed": 3,
     "progress": False,
-    # Two programs instead of one for each number of rows and tokens, in each of three processes.
-    "engine": EngineConfig(pinned_shapes=True, token_budget=64),
 }
 PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "for i in range(", "x = [", "return "]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

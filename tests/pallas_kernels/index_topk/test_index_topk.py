@@ -67,7 +67,7 @@ def scores_of(inputs, token, row, seen):
 
 @cases(SMALL)
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_it_chooses_the_best_that_a_query_sees(implementation, case, dtype):
     """What is left out scores no more than what was chosen, but for rounding; places nobody sees hold NaN."""
     inputs = case.inputs(1, dtype)

@@ -106,7 +106,11 @@ def assert_is_quantised(stored, scales, wanted, dtype):
     np.testing.assert_array_equal(np.abs(wide).max(-1, initial=0), largest)
 
 
-@cases([case for case in CASES if case.pages < 4096])
+# With and without a norm, parts that are not turned, odd sizes, and pages of 8 bits.
+@cases(
+    [case for case in CASES if case.pages < 4096],
+    fast=("groups", "norm", "odd-heads", "partly-turned", "width-6", "fp8", "int8-norm"),
+)
 @every_implementation
 @every_dtype
 def test_it_equals_the_oracle_and_writes_exactly_its_slots(implementation, case, dtype):

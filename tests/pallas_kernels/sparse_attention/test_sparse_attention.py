@@ -45,7 +45,7 @@ def run(inputs, implementation):
 
 @cases(SMALL)
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_it_equals_the_oracle_and_reads_nothing_else(implementation, case, dtype):
     """Records that nobody chose hold NaN; tokens that chose nothing give zeros."""
     inputs = case.inputs(1, dtype)
