@@ -104,10 +104,15 @@ def engine_of(*, rows, tokens, pages=None, **config):
         counts |= {group.name: pages for group in layout.paged_groups}
     runner = ModelRunner(model, params, layout, counts, Programs())
     engine = Engine(SequenceRunner(runner, max_tokens=LONGEST, max_rows=rows), None, config)
-    # One size of each kind of program, since a GPU compiles each for some five seconds.
-    engine.shapes.decode_rows, engine.shapes.token_buckets = (rows,), (tokens,)
-    engine.scheduler._fill = lambda least, most: most
+    run_in_few_programs(engine, (rows,), (tokens,))
     return engine
+
+
+def run_in_few_programs(engine, rows, tokens):
+    """Lets an engine compile programs of these sizes alone: a GPU takes five seconds or more for each."""
+    engine.shapes.decode_rows, engine.shapes.token_buckets = rows, tokens
+    # Prompts are not cut to sizes with little padding.
+    engine.scheduler._fill = lambda least, most: most
 
 
 def test_requests_have_the_same_bits_alone_and_among_others():
@@ -179,8 +184,7 @@ def test_many_requests_in_two_orders_have_the_same_bits(name):
         model = build_model(SHAPES[name])
         params = model.init_params(jax.random.key(0), jnp.bfloat16)
         llm = LLM.from_parts(model, params, **options)
-        # Two sizes of each kind of program: a GPU's compiler takes ten seconds for one of this model.
-        llm.engine.shapes.decode_rows, llm.engine.shapes.token_buckets = (24, 96), (256, 2048)
+        run_in_few_programs(llm.engine, (24, 96), (256, 2048))
     prompts, params = texts_of(llm.model.vocab_size)
     order = random.Random(5).sample(range(COUNT), COUNT)
     with llm:
