@@ -1,4 +1,4 @@
-"""Thresholds of top-k and top-p for logits whose ids several devices divide, found without putting them together.
+"""Thresholds of top-k, top-p and min-p for logits whose ids several devices divide, without putting them together.
 
 A sort would need all ids on one device. Instead the devices search for a threshold together. Each counts, or weighs,
 its own logits above fifteen candidates, one sum over the devices adds that up, and the sums decide the next four bits
@@ -17,13 +17,14 @@ def bounds_of_parts(
     logits: Float32[Array, "rows width"],
     top_k: Int[Array, " rows"],
     top_p: Float32[Array, " rows"],
+    min_p: Float32[Array, " rows"],
     temperature: Float32[Array, " rows"],
     best: Float32[Array, "rows 1"],
     *,
     vocab_size: int,
     axis: str,
 ) -> Float32[Array, " rows"]:
-    """Returns each row's threshold of top-k and top-p, see `pallas_kernels.filter_bounds`; all devices get the same.
+    """Returns each row's threshold of its filters, see `pallas_kernels.filter_bounds`; all devices get the same.
 
     The threshold of top-k is exact. That of top-p may be another token's where a sum of probabilities equals p up to
     float32 rounding.
@@ -32,6 +33,7 @@ def bounds_of_parts(
         logits: this device's part of the logits. A row's result is undefined if it holds NaN or +inf, or only -inf.
         top_k: 0, or at least `vocab_size`, for no filter.
         top_p: 1 for no filter.
+        min_p: 0 for no filter.
         temperature: positive; probabilities are the softmax of logits / temperature.
         best: the largest logit of each row over all devices.
         vocab_size: number of ids over all devices.
@@ -47,7 +49,8 @@ def bounds_of_parts(
     nucleus = _largest_key(keys, weights, top_p * total, axis)
     bound = jnp.maximum(kth, jnp.where(top_p < 1, nucleus, lowest))
     # With top_p 0 no weight is needed, and the search ends above all tokens.
-    return jnp.minimum(_values(bound), best[:, 0])
+    bound = jnp.minimum(_values(bound), best[:, 0])
+    return jnp.maximum(bound, best[:, 0] + temperature * jnp.log(min_p))
 
 
 def _largest_key(

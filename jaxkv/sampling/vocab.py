@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float32, Int, Shaped
 from jaxkv.sampling.bounds_of_parts import bounds_of_parts
 from jaxkv.sampling.log_total import log_total
 from pallas_kernels import filter_bounds
-from pallas_kernels.filter_bounds.near_best import near_best
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,8 @@ class Vocab:
         """
         if self.parts == 1:
             return filter_bounds(logits, top_k, top_p, min_p, temperature)
-        size = self.parts * logits.shape[1]
-        bounds = bounds_of_parts(
-            logits, top_k, top_p, temperature, best, vocab_size=size, axis=self.axis
-        )
-        return jnp.maximum(bounds, near_best(best[:, 0], min_p, temperature))
+        filters, size = (top_k, top_p, min_p, temperature), self.parts * logits.shape[1]
+        return bounds_of_parts(logits, *filters, best, vocab_size=size, axis=self.axis)
 
     def _first(self, width: int) -> Int[Array, ""]:
         """Returns the first id of this device's part."""
