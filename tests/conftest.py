@@ -3,10 +3,7 @@
 import gc
 import importlib.util
 import os
-import platform
-import shutil
 import tempfile
-import time
 from pathlib import Path
 
 # The Mosaic GPU interpreter runs one host thread per warpgroup; XLA's CPU pool must be larger than the cores of
@@ -71,48 +68,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 _COMPILE_CACHE = pytest.StashKey[tempfile.TemporaryDirectory]()
-# A program that compiles faster than this is not kept for the next run.
-_KEPT_SECONDS = 0.1
-_KEPT_DAYS = 7
 
 
 def pytest_configure(config):
-    """Keeps what tests and started servers compile in a folder of this process, which goes with it, not in ~/.cache.
-
-    Programs of the fast tests lie there from earlier runs already, since compiling them is more than half of the
-    processor time. JAX finds one by its code, its options, XLA's flags and JAX's version: what has changed is compiled.
-    """
+    """Keeps what `LLM` and started servers compile in a folder of this process, which goes with it, not in ~/.cache."""
     config.stash[_COMPILE_CACHE] = tempfile.TemporaryDirectory(prefix="jaxkv-tests-")
     os.environ["JAXKV_COMPILE_CACHE"] = config.stash[_COMPILE_CACHE].name
-    kept = _kept_programs(config)
-    if kept is None:
-        return
-    oldest = time.time() - _KEPT_DAYS * 24 * 3600
-    for path in kept.glob("*-cache"):
-        if path.stat().st_mtime < oldest:
-            path.unlink(missing_ok=True)
-        else:
-            shutil.copy(path, config.stash[_COMPILE_CACHE].name)
-    jax.config.update("jax_compilation_cache_dir", config.stash[_COMPILE_CACHE].name)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _KEPT_SECONDS)
 
 
 def pytest_unconfigure(config):
-    kept = _kept_programs(config)
-    for path in Path(config.stash[_COMPILE_CACHE].name).glob("*-cache") if kept else ():
-        if not (kept / path.name).exists():
-            # Whole when others see it. JAX writes entries in place, which is why each process has a folder of its own.
-            whole = shutil.copy(path, kept / f"{path.name}.{os.getpid()}")
-            os.replace(whole, kept / path.name)
     config.stash[_COMPILE_CACHE].cleanup()
-
-
-def _kept_programs(config):
-    """Returns the folder of programs from earlier runs; `None` for programs as users compile them, and for GPUs."""
-    if not jax.config.read("jax_disable_most_optimizations") or not hasattr(config, "cache"):
-        return None
-    # Compiled for the processor here.
-    return config.cache.mkdir(f"programs-{platform.node()}")
 
 
 _LONG = (
