@@ -122,7 +122,7 @@ def _spec(path: tuple, leaf: object) -> jax.ShapeDtypeStruct:
 
 def _without_last_nones(place: Sharding | None) -> Sharding | None:
     """Returns a sharding as JAX writes a result's, so that a cache's first arrays and later ones have one type."""
-    if not isinstance(place, NamedSharding):
+    if not isinstance(place, NamedSharding) or place.spec.unreduced or place.spec.reduced:
         return place
     axes = list(place.spec)
     while axes and axes[-1] is None:

@@ -52,7 +52,7 @@ FILTERED = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.05, 1.0, 30.0]),
         "top_k": st.sampled_from([0, 1, 2, 5, VOCAB - 1, VOCAB, 2**31 - 1]),
-        "top_p": st.one_of(st.sampled_from([1e-9, 0.5, 0.999, 1.0]), st.floats(0.001, 1)),
+        "top_p": st.one_of(st.sampled_from([1e-40, 1e-9, 0.5, 0.999, 1.0]), st.floats(0.001, 1)),
         "min_p": st.sampled_from([0.0, 1e-6, 0.1, 1.0]),
     }
 )
@@ -135,10 +135,13 @@ def test_tokens_and_log_probabilities_are_those_of_the_oracle(
         np.testing.assert_allclose(got.top_logprobs[row], raw[order], atol=1e-5)
 
 
-@given(LOGITS, st.lists(FILTERED, min_size=ROWS, max_size=ROWS))
+@given(LOGITS, st.lists(FILTERED, min_size=ROWS, max_size=ROWS), st.booleans())
 @settings(max_examples=examples(60), deadline=None)
-def test_filters_keep_what_the_oracle_keeps(logits, options):
+def test_filters_keep_what_the_oracle_keeps(logits, options, negative):
     params = [SamplingParams(**one) for one in options]
+    # Zeros of both signs are equal logits.
+    signs = np.where(np.arange(VOCAB) % 2, 1, -1) if negative else 1
+    logits = np.where(logits == 0, np.copysign(np.float32(0), signs), logits)
     parts = np.asarray(kept_in_parts(jnp.asarray(logits), batch_of(params, FILTERS)))
     for row, own, mask in zip(logits, params, np.concatenate(parts, axis=1), strict=True):
         wanted, doubtful = oracle.keep(row, own)
@@ -148,14 +151,14 @@ def test_filters_keep_what_the_oracle_keeps(logits, options):
         assert mask[np.argmax(row)]
 
 
-@pytest.mark.parametrize("scale", [0.5, 4.0])
-def test_filters_of_a_large_vocabulary_keep_as_many_tokens_as_float64(scale):
+@pytest.mark.parametrize(("scale", "p"), [(0.5, 0.9), (4.0, 0.9), (4.0, 0.9999)])
+def test_filters_of_a_large_vocabulary_keep_as_many_tokens_as_float64(scale, p):
     logits = np.random.default_rng(0).normal(size=(3, 131072)).astype(np.float32) * scale
-    wishes = [SamplingParams(top_p=0.9), SamplingParams(top_k=1000), SamplingParams(min_p=0.05)]
+    wishes = [SamplingParams(top_p=p), SamplingParams(top_k=1000), SamplingParams(min_p=0.05)]
     parts = np.asarray(kept_in_parts(jnp.asarray(logits), batch_of(wishes, FILTERS)))
     nucleus, most_likely, near = np.concatenate(parts, axis=1)
     weights = -np.sort(-np.exp(logits[0].astype(np.float64)))
-    size = 1 + np.searchsorted(np.cumsum(weights), 0.9 * weights.sum())
+    size = 1 + np.searchsorted(np.cumsum(weights), p * weights.sum())
     # Float32 may decide otherwise on tokens whose sum of probabilities is next to p.
     assert abs(int(nucleus.sum()) - size) <= 5
     assert most_likely.sum() == 1000
