@@ -2,8 +2,10 @@
 
 import logging
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,11 +28,14 @@ from jaxkv.weights.quantised.rounding import ROUNDINGS, rounded
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.rules import Recipe, RuleSet, copies, expand
 from jaxkv.weights.safetensors import FLOAT_DTYPES, StoredTensor, open_checkpoint
-from jaxkv.weights.staging import Placed, fill_leaves
+from jaxkv.weights.staging import READERS, Placed, fill_leaves
 from jaxkv.weights.stored_leaf import Arrangement, LeafPlan, Readable, StoredLeaf, Tensor
 from jaxkv.wording import clip, listed
 
 _LOG = logging.getLogger(__name__)
+
+_LAG = 2 * READERS
+"""Parameters of several arrays whose codes are read before the scales of an earlier one, which is read by then."""
 
 DTYPES: Mapping[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -106,26 +111,46 @@ def load_by_rules(
         if quantization is not None:
             plans = [rounded_plan(plan, model, quantization) for plan in plans]
         made = _leaves(plans, model)
-        leaves = [
-            leaf for one in made for leaf in (one.leaves if isinstance(one, FewBitsLeaf) else [one])
-        ]
-        total = sum(leaf.stored_bytes for leaf in leaves)
+        leaves = [one.leaves if isinstance(one, FewBitsLeaf) else [one] for one in made]
         bar = tqdm(
-            total=total,
+            total=sum(leaf.stored_bytes for each in leaves for leaf in each),
             desc="loading weights",
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
             disable=not progress,
         )
+        order = reading_order([len(each) for each in leaves])
+        arrays: dict[tuple[int, int], jax.Array] = {}
         with bar:
-            arrays = iter(fill_leaves(leaves, device, bar.update, placed))
+            queue = [leaves[parameter][part] for parameter, part in order]
+            arrays |= zip(order, fill_leaves(queue, device, bar.update, placed), strict=True)
         return structure.unflatten(
-            one.joined([next(arrays) for _ in one.leaves], placed)
+            one.joined([arrays[at, part] for part in range(len(one.leaves))], placed)
             if isinstance(one, FewBitsLeaf)
-            else next(arrays)
-            for one in made
+            else arrays[at, 0]
+            for at, one in enumerate(made)
         )
+
+
+def reading_order(parts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the number of a parameter, and of its array, in the order in which arrays are read.
+
+    Scales and zero points come after the codes of some further parameters: when codes are rounded as they are read, the
+    scales are then known (`rounding`), and no thread reads the rows again.
+
+    Args:
+        parts: number of arrays of each parameter.
+    """
+    order: list[tuple[int, int]] = []
+    waiting: deque[list[tuple[int, int]]] = deque()
+    for at, count in enumerate(parts):
+        order.append((at, 0))
+        if count > 1:
+            waiting.append([(at, part) for part in range(1, count)])
+        if len(waiting) > _LAG:
+            order += waiting.popleft()
+    return [*order, *chain.from_iterable(waiting)]
 
 
 def scheme_of(folder: Path) -> Scheme | None:

@@ -4,6 +4,7 @@ Numbers are rounded to the nearest code, symmetric around zero; the largest of a
 """
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,23 +57,25 @@ class _Scales:
         self._made: np.ndarray | None = np.empty((rows, groups), dtype)
         self._are_made = np.zeros(rows, np.bool_)
         self._unread = rows
+        self._lock = threading.Lock()
 
     def keep(self, first: int, scales: Shaped[np.ndarray, "rows groups"]) -> None:
         """Keeps the scales of rows from `first` on."""
-        made = self._made
-        if made is not None:
-            made[first : first + len(scales)] = scales
-            self._are_made[first : first + len(scales)] = True
+        with self._lock:
+            if self._made is not None:
+                self._made[first : first + len(scales)] = scales
+                self._are_made[first : first + len(scales)] = True
 
     def take(self, first: int, count: int) -> Shaped[np.ndarray, "rows groups"] | None:
-        """Returns the scales of rows if all are made; the memory is freed once every row has been taken."""
-        made = self._made
-        if made is None or not self._are_made[first : first + count].all():
-            return None
-        self._unread -= count
-        if self._unread <= 0:
-            self._made = None
-        return made[first : first + count].copy()
+        """Returns the scales of rows if all are made; the memory is freed once every row was asked for."""
+        with self._lock:
+            made = self._made
+            self._unread -= count
+            if self._unread <= 0:
+                self._made = None
+            if made is None or not self._are_made[first : first + count].all():
+                return None
+            return made[first : first + count].copy()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,20 @@
 """Plain weights rounded as they are read, against the definition in float64 and ml_dtypes' own casts."""
 
+import math
+from collections import Counter
+
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxkv import default_model, load_model
+from jaxkv.weights import staging
+from jaxkv.weights.load import reading_order
 from jaxkv.weights.quantised import rounding
 from jaxkv.weights.quantised.rounding import ROUNDINGS, e4m3_codes, rounded
 from jaxkv.weights.safetensors import StoredTensor, open_checkpoint
+from jaxkv.weights.staging import READERS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -87,3 +94,29 @@ def test_rows_are_read_once_for_codes_and_scales(tensor, name, monkeypatch):
     # The memory of the scales is free, so they are made again.
     np.testing.assert_array_equal(rows.scales(0, ROWS), alone)
     assert sum(elements) == 2 * ROWS * COLUMNS
+
+
+def test_scales_are_read_after_the_codes_of_further_parameters():
+    parts = [1, *[2, 1, 3] * 30]
+    order = reading_order(parts)
+    assert sorted(order) == [(at, part) for at, count in enumerate(parts) for part in range(count)]
+    assert [at for at, part in order if part == 0] == list(range(len(parts)))
+    several = [at for at, count in enumerate(parts) if count > 1]
+    for number, at in enumerate(several):
+        codes = [one for one, part in order[: order.index((at, 1))] if part == 0 and parts[one] > 1]
+        assert len(codes) >= min(number + 2 * READERS, len(several))
+
+
+def test_a_load_reads_rows_of_rounded_weights_once(monkeypatch):
+    """With one reader, codes are made before their scales are asked for; more of them take part in the same order."""
+    monkeypatch.setattr(staging, "READERS", 1)
+    read, elements = StoredTensor.read, Counter()
+
+    def counted(self, target, first=0):
+        elements[self.name] += target.size
+        read(self, target, first)
+
+    monkeypatch.setattr(StoredTensor, "read", counted)
+    load_model(quantization="int4")
+    with open_checkpoint(default_model.path()) as tensors:
+        assert elements == {name: math.prod(one.shape) for name, one in tensors.items()}
