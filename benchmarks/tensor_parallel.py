@@ -2,7 +2,7 @@
 
     python -m benchmarks.tensor_parallel --shape llama-3.1-8b --batch 1,8,64 --devices 1,2
     python -m benchmarks.tensor_parallel --shape llama-3.1-70b --batch 1,8 --devices 4 --steps-per-launch 1,8
-    python -m benchmarks.tensor_parallel --config deepseek-v3/config.json --layers 3:7 --devices 2,4
+    python -m benchmarks.tensor_parallel --config deepseek-v3/config.json --layers 3:7 --record deepseek-v3-layers
     python -m benchmarks.tensor_parallel --shape qwen3-0.6b --batch 8 --context 64 --new-tokens 10000 --compare
     JAX_NUM_CPU_DEVICES=2 python -m benchmarks.tensor_parallel --shape tiny --batch 1,2 --context 16 --new-tokens 4
 
@@ -193,8 +193,13 @@ def chosen(options: argparse.Namespace) -> ModelConfig:
         config = read_config(json.loads(options.config.read_text()), warn=False)
     if options.layers is None:
         return config
-    fields = ("windows", "pattern", "owners")
-    parts = {name: getattr(config, name)[options.layers] for name in fields}
+    if config.owners:
+        raise ValueError(
+            f"layers of a {config.family} model share parameters, so none can be left out"
+        )
+    if options.layers.stop > config.num_layers:
+        raise ValueError(f"the model has {config.num_layers} layers, got {options.layers.stop}")
+    parts = {name: getattr(config, name)[options.layers] for name in ("windows", "pattern")}
     return replace(config, num_layers=len(parts["windows"]), **parts)
 
 
@@ -212,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--compare", action="store_true", help="compare each result between the devices; slower"
     )
     options = parse(parser, arguments, record="tensor-parallel")
+    if (options.config or options.layers) and options.record == f"tensor-parallel-{options.shape}":
+        parser.error("--config and --layers need a --record of another name than the whole shape's")
     refuse_profilers()
     enable_compile_cache()
     settings = [

@@ -1,5 +1,6 @@
 """The benchmark of several devices runs each number of them and records its measurements."""
 
+import argparse
 import json
 
 import pytest
@@ -51,3 +52,16 @@ def test_some_layers_of_a_published_config_run_with_several_steps_per_launch(tmp
     # Before the one that is timed, a generation is thrown away; each has a prompt, 11 steps, and the last result again.
     assert (one["results"], one["different"]) == (2 * 13, 0)
     assert several["ms_per_token"] > 0
+
+
+@pytest.mark.parametrize("given", [["--config", "config.json"], ["--layers", "0:1"]])
+def test_the_record_of_a_whole_shape_is_not_replaced_by_another_model(given, capsys):
+    with pytest.raises(SystemExit):
+        tensor_parallel.main(["--shape", "tiny", *given])
+    assert "need a --record" in capsys.readouterr().err
+
+
+def test_layers_past_the_end_are_refused():
+    options = argparse.Namespace(shape="tiny", config=None, layers=slice(1, 3))
+    with pytest.raises(ValueError, match="has 2 layers, got 3"):
+        tensor_parallel.chosen(options)
