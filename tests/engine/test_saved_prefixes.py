@@ -63,8 +63,8 @@ KINDS = {
     ),
     "gated delta": lambda: hybrid_engine(network=delta_network()),
 }
-# Pages with index keys, and states beside pages, are fast; models of states alone are in test_hybrid_reuse.py.
-FAST = "sparse latent", "full hits"
+# Pages with index keys, states beside pages, and states alone.
+FAST = "sparse latent", "full hits", "states alone"
 
 
 def told(engine, prompts):

@@ -153,8 +153,6 @@ def test_each_layer_writes_where_its_own_group_says():
             assert np.argwhere(used).tolist() == [[page, 0], [page, 1], [page, 2]]
 
 
-# The greedy tokens above are chosen by the same logits.
-@pytest.mark.slow
 def test_logprobs_are_those_of_the_module(module, model):
     out = jaxkv.generate(
         model.params_of(module),

@@ -239,8 +239,6 @@ def test_page_tables_hold_what_rejected_drafts_have_reserved(small, tmp_path):
         assert drafter._failures == 0
 
 
-# A control of the slow test in which drafts are right.
-@pytest.mark.slow
 def test_drafts_with_other_random_numbers_are_right_less_often(alike, monkeypatch):
     """So the share of right drafts shows that they are drawn with the noise of their position."""
     sampling = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)

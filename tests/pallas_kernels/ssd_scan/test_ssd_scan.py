@@ -87,8 +87,6 @@ def test_a_run_split_at_chunks_has_the_same_bits(implementation):
     assert bits(states[written]) == bits(np.asarray(pool)[written])
 
 
-# The fast tests have splits at chunks here, and splits off them in the parity of families with such layers.
-@pytest.mark.slow
 def test_other_splits_agree_to_rounding():
     """In float32 the difference is at most 1e-5."""
     inputs = Case("", Rows((50, 30), (3, 0)), 2, 8, 16, chunk_size=16).inputs(4, "float32")
