@@ -23,6 +23,7 @@ from jaxkv import (
     default_model,
 )
 from jaxkv.errors import BadCheckpoint
+from jaxkv.models import tensor_parallel
 from jaxkv.models.registry import (
     build_model,
     expected_params,
@@ -106,6 +107,16 @@ def test_tokens_and_log_probabilities_are_those_of_one_device(single, pair):
                         [*map(list, map(dict.values, one.logprobs))] for one in (ours, theirs)
                     ]
                     chex.assert_trees_all_close(*values, atol=1e-4)
+
+
+# The search itself, and sampling behind it, are in tests/sampling/test_vocab.py.
+@pytest.mark.slow
+def test_filters_of_many_rows_keep_what_one_device_keeps(folder, single, monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "_MOST_JOINED_BYTES", 0)
+    with LLM(folder, tensor_parallel_size=4, **SMALL) as llm:
+        for params in (DRAWN, replace(DRAWN, top_p=1.0, top_k=5), replace(DRAWN, min_p=0.1)):
+            got = llm.generate([PROMPT, "import"], params)
+            assert tokens_of(got) == tokens_of(single.generate([PROMPT, "import"], params))
 
 
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])

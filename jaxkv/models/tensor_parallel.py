@@ -37,6 +37,10 @@ from pallas_kernels.formats.few_bits import FewBits
 AXIS = "tensor"
 """Name of the mesh axis."""
 
+_LOGIT_BYTES = 4
+_MOST_JOINED_BYTES = 8 * 2**20
+"""Most bytes that XLA's kernel over peer memory sums. It leaves more to NCCL, outside of the step's CUDA graph."""
+
 
 def tensor_mesh(devices: int) -> Mesh:
     """Returns the mesh of the first devices, along one axis; of several processes (`jax.distributed`), of all devices.
@@ -297,10 +301,13 @@ class TensorParallel:
     ) -> Sampled:
         """Samples one token per row as `jaxkv.sampling.sample.sample` does, each device from its part of the logits.
 
-        The logits of all ids are put together only for processors, which need them on one device.
+        The logits of all ids are put together only for processors, which need them on one device, and for filters of so
+        few rows that one sum takes less time than the exchanges of a search.
         """
         features = sampling.features
-        if features.processors or not self._shards.splits_vocab:
+        joined = len(hidden) * self.vocab_size * _LOGIT_BYTES
+        few = features.filters and joined <= _MOST_JOINED_BYTES
+        if features.processors or few or not self._shards.splits_vocab:
             return sample(self.logits(params, hidden), sampling, state, positions)
 
         def run(

@@ -40,6 +40,8 @@ def lowerings():
         "decode_8": (8, step, {}),
         "decode_drawn_2": (2, replace(step, features=drawn), {}),
         "decode_filtered_2": (2, replace(step, features=filtered), {}),
+        # Logits of more bytes than one sum may put together.
+        "decode_searched_2": (2, replace(step, features=filtered), {"vocab_size": 2**19}),
         "prefill_2": (2, prompts, {}),
         "multi_step_2": (2, several, {}),
         "experts_decode_2": (2, both, experts),

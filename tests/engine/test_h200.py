@@ -60,19 +60,20 @@ WINDOWS = (
 DIVIDED = "devices_decode_2"
 MORE_DIVIDED = (
     "devices_decode_8",
-    *("devices_decode_drawn_2", "devices_decode_filtered_2"),
+    *("devices_decode_drawn_2", "devices_decode_filtered_2", "devices_decode_searched_2"),
     "devices_prefill_2",
     "devices_multi_step_2",
     "devices_experts_decode_2",
 )
 SAMPLES = "devices_sample_2"
 # Exchanges of the sampler. A greedy one needs the largest logit and its id; a draw another maximum; log-probabilities
-# the chosen logit, the largest ones and their ids, and two for the sum of exponentials. Filters need eight for each of
-# their two searches, and one for the sum of what top-k leaves.
+# the chosen logit, the largest ones and their ids, and two for the sum of exponentials. Filters of few rows need all
+# logits; of more, eight for each of their two searches, and one for the sum of what top-k leaves.
 SAMPLED_BY = {
     "devices_decode_drawn_2": 2 + 1 + 1 + 2 + 2,
     SAMPLES: 2 + 1 + 1 + 2 + 2,
-    "devices_decode_filtered_2": 2 + 1 + 1 + 2 + 2 + 8 + 1 + 8,
+    "devices_decode_filtered_2": 1,
+    "devices_decode_searched_2": 2 + 1 + 1 + 2 + 2 + 8 + 1 + 8,
 }
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS)
 SLOW_BATCHES = (
