@@ -50,7 +50,7 @@ def prompt(length, seed=0):
 
 @pytest.mark.parametrize(
     ("latent", "rows", "decode"),
-    # A single row is one slice to XLA, whatever it holds.
+    # A single row is one slice to XLA in both forms, so one of them is fast.
     [
         (RECORDS, 3, False),
         (RECORDS, 1, True),
