@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of `grouped_matmul` for Hopper: launch, producer and consumer warpgroups.
 
-The producer copies chunks of a weight and of a window of rows into pipeline stages (slots). One or two consumers
+The producer copies chunks of a weight and of a window of rows into pipeline stages (slots). One to three consumers
 multiply them, 64 rows of the left operand each. Blocks are persistent: each loops over pairs of visit and tile, whose
 number is known only on the device. The producer proceeds to the next pair while the consumers store.
 
@@ -37,8 +37,8 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzle_of, swizzled
 
-# Registers per thread (setmaxnreg) of two consumers and a producer, 504 in total; each warpgroup starts with 168.
-_REGISTERS, _REGISTERS_OF_FEW_BITS = (232, 40), (216, 72)
+# Registers per thread (setmaxnreg) of consumers and the producer. Three warpgroups start with 168 each, four with 128.
+_REGISTERS, _REGISTERS_OF_FEW_BITS = (232, 40), {2: (216, 72), 3: (144, 80)}
 
 # Widest window for which the registers hold two products of a weight in few bits at once.
 _FEW = 16
@@ -94,7 +94,8 @@ class Kernel:
         # Other blocks need few registers, and two are resident per SM.
         fills_registers = self.schedule.left == "rows" or packing is not None
         is_wide = fills_registers and consumers > 1
-        consumed, produced = _REGISTERS if packing is None else _REGISTERS_OF_FEW_BITS
+        requested = _REGISTERS if packing is None else _REGISTERS_OF_FEW_BITS.get(consumers, (0, 0))
+        consumed, produced = requested
 
         @pl.when(warpgroup < consumers)
         def _() -> None:

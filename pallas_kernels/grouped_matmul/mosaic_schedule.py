@@ -35,6 +35,9 @@ PADDING = {"weight": 2, "rows": 8}
 # Most columns (N) of one wgmma.
 _MOST_WIDTH = 256
 _MOST_CONSUMERS = 2
+# Of a weight in few bits whose scales multiply its numbers: at most 128 registers hold all that a consumer needs, and
+# 512 threads have as many.
+_MOST_CONSUMERS_OF_WIDENED = 3
 # Shared memory of mbarriers, and of Mosaic's own scratch.
 _OTHER_BYTES = 2048 + 512
 # Most pipeline stages; more do not increase the bandwidth.
@@ -109,6 +112,12 @@ class Geometry:
         """Bits of a number of the weight."""
         return 16 if self.packing is None else self.packing.bits
 
+    @property
+    def most_consumers(self) -> int:
+        """Most consumer warpgroups whose registers an SM has."""
+        widened = self.packing is not None and self.packing.scales_exactly(self.dtype)
+        return _MOST_CONSUMERS_OF_WIDENED if widened else _MOST_CONSUMERS
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -165,10 +174,10 @@ class Schedule:
 
     @classmethod
     def _of_few_bits(cls, geometry: Geometry, window: int) -> "Schedule":
-        """Returns the schedule for a weight in few bits: one block per SM, whose registers two consumers fill."""
+        """Returns the schedule for a weight in few bits: one block per SM, whose registers the consumers fill."""
         packing = geometry.packing
         assert packing is not None
-        columns = min(_MOST_CONSUMERS, geometry.out // WGMMA_ROWS) * WGMMA_ROWS
+        columns = min(geometry.most_consumers, geometry.out // WGMMA_ROWS) * WGMMA_ROWS
         most = _FEW_BITS_BYTES * 8 // geometry.bits
         chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
         is_wide = window > _NARROW_WINDOWS[0] or is_fixed()
@@ -193,8 +202,9 @@ class Schedule:
         if self.window % ROW_TILE or self.window & (self.window - 1):
             return f"a window must be a power of two and at least {ROW_TILE}, got {self.window}"
         height, width = self.height, self.width
-        if height % WGMMA_ROWS or height > _MOST_CONSUMERS * WGMMA_ROWS:
-            return f"the left operand must have {WGMMA_ROWS} or {_MOST_CONSUMERS * WGMMA_ROWS} rows, got {height}"
+        most = geometry.most_consumers * WGMMA_ROWS
+        if height % WGMMA_ROWS or height > most:
+            return f"the left operand must have a multiple of {WGMMA_ROWS} rows, at most {most}, got {height}"
         if width % ROW_TILE or width > _MOST_WIDTH:
             return f"the right operand must have a multiple of {ROW_TILE} columns up to {_MOST_WIDTH}, got {width}"
         if self.left == "rows" and self.columns % STAGED:
