@@ -24,7 +24,7 @@ from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_BIAS_ENTRIES
 from jaxkv.config.speculation import SpeculationConfig
-from jaxkv.engine.steps.multi_step import choose_num_steps, declare_multi_steps
+from jaxkv.engine.steps.multi_step import choose_steps, declare_multi_steps
 from jaxkv.engine.steps.step_sizes import text_drafter_of
 from jaxkv.engine.warm_up import cost_identity
 from jaxkv.memory import REMEDY, device_bytes, host_bytes
@@ -430,10 +430,9 @@ def _programs(
         drafter=text_drafter_of(engine.speculation, layout),
     )
     singles = shapes.declare_all(Features())
-    steps = choose_num_steps(engine.steps_per_launch, params, layout)
+    chosen = choose_steps(engine.steps_per_launch, params, layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
-    automatic = engine.steps_per_launch is None
-    multi_steps = [] if one_by_one else declare_multi_steps(singles, steps, automatic=automatic)
+    multi_steps = [] if one_by_one else declare_multi_steps(singles, chosen)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
     widths = power_of_two_buckets(16, length) if layout.kept_drafts else ()
     admissions = [AdmitSpec(1, width, returning=back) for back in (False, True) for width in widths]

@@ -110,7 +110,7 @@ class Engine:
             whole_prompts=runner.model.whole_prompts,
             fill=self.shapes.fill,
             chunk_size=layout.chunk_size,
-            most_steps=self.multi_step.most,
+            most_steps=self.multi_step.chosen.number,
             prefetch=reuse.prefetch,
             speculation=self.speculation,
         )

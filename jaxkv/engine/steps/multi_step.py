@@ -7,7 +7,7 @@ remaining steps.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -27,11 +27,39 @@ _LOG = logging.getLogger(__name__)
 _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
 """Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step."""
-_SMALL_BYTES_OF_SEVERAL = 12 * 2**30
-"""The same for each of several GPUs: the host needs about three milliseconds to dispatch a step to two."""
+_SMALL_BYTES_OF_SEVERAL = 150 * 10**6
+"""The same per layer and device for several GPUs: 35 microseconds, measured for the 8B and 70B shapes on two and four.
+
+XLA updates each sum's node of each GPU's graph before it launches them.
+"""
 _FEW_ROWS = 16
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
+
+
+@dataclass(frozen=True)
+class StepsPerLaunch:
+    """The number of decode steps per program, and which steps are sent so.
+
+    Attributes:
+        number: decode steps per program; 1 if steps are always sent alone.
+        automatic: jaxkv chose the number, so only steps of which measurements showed that it is faster are sent so.
+        several: several devices compute each step. Sending it takes the host so long that steps of any rows and
+            features are faster, and not just greedy ones of few rows.
+    """
+
+    number: int
+    automatic: bool = False
+    several: bool = False
+
+    def suits(self, single: StepSpec) -> bool:
+        """Returns whether steps of this shape are sent several at a time, if the device is seen to wait."""
+        if self.number == 1 or not single.decode or single.forward_only:
+            return False
+        if single.features.min_tokens:
+            return False  # The host decides for each token whether stop ids are blocked.
+        greedy = single.rows <= _FEW_ROWS and single.features == Features()
+        return greedy or self.several or not self.automatic
 
 
 class MultiStep:
@@ -42,25 +70,24 @@ class MultiStep:
         shapes: padded shapes of single steps.
         oom_backoff: shapes to avoid.
         steps: decode steps per program; 1 sends every step alone. `None` decides by measurement: it sends several steps
-            if the device was waiting for the host, the model and the batch are small, the requests are greedy, all
-            layers have full attention, and the program is compiled already.
+            if the device was waiting for the host, the model is small, all layers have full attention, the program is
+            compiled already, and on one device the batch is small and the requests are greedy.
 
     Attributes:
-        most: decode steps per program; 1 if steps are always sent alone.
+        chosen: the number of steps per program, and which steps are sent so.
     """
 
     def __init__(
         self, runner: ModelRunner, shapes: StepShapes, oom_backoff: OomBackoff, steps: int | None
     ) -> None:
         self._runner, self._shapes, self._oom_backoff = runner, shapes, oom_backoff
-        self._automatic = steps is None
-        self.most = choose_num_steps(steps, runner.params, runner.layout)
+        self.chosen = choose_steps(steps, runner.params, runner.layout)
         self._measured: dict[StepSpec, tuple[int, int]] = {}
         self._sent_singly: set[StepSpec] = set()
 
     def measures(self, shape: StepSpec) -> bool:
         """Whether `record` should be called for steps of this shape."""
-        return self._automatic and self.most > 1 and _benefits(shape)
+        return self.chosen.automatic and self.chosen.suits(shape)
 
     def record(self, shape: StepSpec, *, idle: bool) -> None:
         """Records a measurement of a single step.
@@ -85,10 +112,11 @@ class MultiStep:
             features,
             total_tokens=max(part.sequence.reserved for part in parts),
         )
-        if not single.decode or (self._automatic and not self._device_waits(single)):
+        automatic = self.chosen.automatic
+        if not single.decode or (automatic and not self._device_waits(single)):
             return None
-        needed = self._runner.fit(_several(single, self.most))
-        must_be_compiled = self._automatic or self._runner.programs.is_closed
+        needed = self._runner.fit(replace(single, steps=self.chosen.number))
+        must_be_compiled = automatic or self._runner.programs.is_closed
         if must_be_compiled and not self._runner.has(needed):
             return None
         return None if self.avoids(needed) else needed
@@ -108,14 +136,14 @@ class MultiStep:
 
     def declare(self, needed: Sequence[ProgramSpec]) -> list[StepSpec]:
         """Lists the programs of several steps for the given programs of single steps."""
-        return declare_multi_steps(needed, self.most, automatic=self._automatic)
+        return declare_multi_steps(needed, self.chosen)
 
     def _device_waits(self, single: StepSpec) -> bool:
         seen, waited = self._measured.get(self._runner.fit(single), (0, 0))
         return seen >= _SAMPLES and 2 * waited > seen
 
 
-def choose_num_steps(requested: int | None, params: Params, layout: CacheLayout) -> int:
+def choose_steps(requested: int | None, params: Params, layout: CacheLayout) -> StepsPerLaunch:
     """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on GPUs.
 
     Args:
@@ -124,42 +152,27 @@ def choose_num_steps(requested: int | None, params: Params, layout: CacheLayout)
         layout: the cache's groups.
     """
     if requested is not None:
-        return requested
+        return StepsPerLaunch(requested)
     paged = layout.paged_groups
     if len(paged) != 1 or paged[0].window is not None or layout.state_groups or layout.expands:
-        return 1
+        return StepsPerLaunch(1, automatic=True)
     places = [leaf.sharding for leaf in jax.tree.leaves(params)]
-    several = any(place is not None and place.num_devices > 1 for place in places)
-    small = bytes_of_types(params) <= (_SMALL_BYTES_OF_SEVERAL if several else _SMALL_BYTES)
-    return _STEPS if jax.default_backend() == "gpu" and small else 1
+    devices = max(1 if place is None else place.num_devices for place in places)
+    sent = devices * len(paged[0].layers) * _SMALL_BYTES_OF_SEVERAL
+    small = bytes_of_types(params) <= (_SMALL_BYTES if devices == 1 else sent)
+    number = _STEPS if jax.default_backend() == "gpu" and small else 1
+    return StepsPerLaunch(number, automatic=True, several=devices > 1)
 
 
-def declare_multi_steps(
-    needed: Sequence[ProgramSpec], steps: int, *, automatic: bool
-) -> list[StepSpec]:
+def declare_multi_steps(needed: Sequence[ProgramSpec], chosen: StepsPerLaunch) -> list[StepSpec]:
     """Lists the programs of several steps for the given programs of single steps.
 
     Args:
         needed: programs, of which decode steps are used and others skipped.
-        steps: decode steps per program.
-        automatic: `steps` was chosen automatically, so only small batches of greedy requests have such programs.
+        chosen: the number of steps per program, and which steps are sent so.
     """
     return [
-        _several(single, steps)
+        replace(single, steps=chosen.number)
         for single in needed
-        if isinstance(single, StepSpec)
-        and steps > 1
-        and single.decode
-        and not (single.features.min_tokens or single.forward_only)
-        and (not automatic or _benefits(single))
+        if isinstance(single, StepSpec) and chosen.suits(single)
     ]
-
-
-def _benefits(shape: StepSpec) -> bool:
-    """Whether measurements on a GPU showed that several such steps in one program are faster, with the same tokens."""
-    few = shape.decode and shape.rows <= _FEW_ROWS
-    return few and not shape.forward_only and shape.features == Features()
-
-
-def _several(single: StepSpec, steps: int) -> StepSpec:
-    return replace(single, steps=steps)

@@ -12,7 +12,7 @@ from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.steps.in_flight import InFlightStep
-from jaxkv.engine.steps.multi_step import choose_num_steps, declare_multi_steps
+from jaxkv.engine.steps.multi_step import StepsPerLaunch, choose_steps, declare_multi_steps
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
@@ -244,10 +244,11 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
     idle, monkeypatch
 ):
     engine = engine_for(prefix_cache=False)
-    assert engine.multi_step.most == 1, (
+    assert engine.multi_step.chosen == StepsPerLaunch(1, automatic=True), (
         "on a CPU a step takes longer than the host needs to send it"
     )
-    engine.multi_step.most = engine.scheduler.most_steps = 4
+    engine.multi_step.chosen = StepsPerLaunch(4, automatic=True)
+    engine.scheduler.most_steps = 4
     monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: idle))
     request = request_of([1, 2, 3], max_tokens=40)
     single = engine.shapes.choose(1, 1, features_for(request.params), total_tokens=43)
@@ -260,35 +261,53 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
 
 
 def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
-    """Only measured cases are chosen: not windows, states, large models, or requests that draw at random."""
+    """Only measured cases are chosen: not windows, states, or large models."""
     plain = group_layers((LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4)), SAMPLING))
     windowed = group_layers(
         (LayerSpec(0, window(1, 8, window=5, dtype="float32", page_size=2)), SAMPLING)
     )
     small, large = (jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (1, 2000))
-    assert choose_num_steps(None, [small], plain) == 1
+    assert choose_steps(None, [small], plain) == StepsPerLaunch(1, automatic=True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert choose_num_steps(None, [small], plain) == 4
-    assert choose_num_steps(None, [large], plain) == 1
-    # Each of two devices has 4 GiB, and the host takes longer to send a step to both.
-    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    for axis, steps in (("x", 4), (None, 4)):
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
-        divided = jax.ShapeDtypeStruct(large.shape, large.dtype, sharding=place)
-        assert choose_num_steps(None, [divided], plain) == steps
-    huge = jax.ShapeDtypeStruct((4000, 2**20), np.float32, sharding=place)
-    assert choose_num_steps(None, [huge], plain) == 1
-    assert choose_num_steps(None, [small], windowed) == 1
-    assert choose_num_steps(2, [large], windowed) == 2
+    assert choose_steps(None, [small], plain) == StepsPerLaunch(4, automatic=True)
+    assert choose_steps(None, [large], plain).number == 1
+    assert choose_steps(None, [small], windowed).number == 1
+    assert choose_steps(2, [large], windowed) == StepsPerLaunch(2)
+
+
+def test_several_devices_have_several_steps_per_launch_while_sending_takes_longer_than_reading(
+    monkeypatch,
+):
+    """The host needs as long per layer and device as a GPU needs to read 150 MB."""
+    layers = [LayerSpec(at, gqa(1, 8, dtype="float32", page_size=4)) for at in range(32)]
+    layout = group_layers((*layers, LayerSpec(32, SAMPLING.spec)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for devices, gigabytes, number in ((2, 9, 4), (2, 10, 1), (4, 10, 4), (4, 20, 1)):
+        mesh = jax.make_mesh(
+            (devices,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+        )
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+        shape = (gigabytes * 1000, 250_000 * devices)
+        divided = jax.ShapeDtypeStruct(shape, np.float32, sharding=place)
+        chosen = choose_steps(None, [divided], layout)
+        assert chosen == StepsPerLaunch(number, automatic=True, several=True), (devices, gigabytes)
+
+
+def test_programs_of_several_steps_are_those_that_measurements_favour():
+    """One device gains with few greedy rows alone; several devices, and whoever asks for it, with any."""
     singles = [
         StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
         for rows in (16, 64)
         for draws in (False, True)
     ]
-    assert declare_multi_steps(singles, 1, automatic=True) == []
-    assert [one.steps for one in declare_multi_steps(singles, 4, automatic=False)] == [4] * 4
-    [only] = declare_multi_steps(singles, 4, automatic=True)
-    assert (only.rows, only.features) == (16, Features())
+    blocked = StepSpec(16, 16, (2,), Features(min_tokens=True), decode=True)
+    prompt = StepSpec(64, 16, (2,), Features(), decode=False)
+    needed = [*singles, blocked, prompt]
+    assert declare_multi_steps(needed, StepsPerLaunch(1)) == []
+    [only] = declare_multi_steps(needed, StepsPerLaunch(4, automatic=True))
+    assert (only.rows, only.features, only.steps) == (16, Features(), 4)
+    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, several=True)):
+        assert declare_multi_steps(needed, chosen) == [replace(one, steps=4) for one in singles]
 
 
 @pytest.mark.parametrize("steps", [0, 65])
