@@ -11,6 +11,7 @@ from jaxkv.bench.figures import Figures, Timeline, figures_of
 from jaxkv.bench.serving import Served, serve
 from jaxkv.bench.workload import Workload, arrivals
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
 from jaxkv.weights.quantised.weight_forms import weight_forms
 
@@ -70,6 +71,8 @@ def measure_rates(
 ) -> Iterator[Result]:
     """Warms up, serves the workload at each rate in one engine, and yields the figures of each.
 
+    Each program runs before the first request comes.
+
     The prompts of each rate are drawn from a seed of their own, so that no rate finds those of another in the prefix
     cache.
 
@@ -86,6 +89,8 @@ def measure_rates(
     engine = served.build()
     warm(engine, workload, progress=progress)
     programs = engine.runner.programs
+    # As the server does. The first run of a program takes longer, over several devices up to half a second.
+    run_steps(engine, [program.spec for program in programs.manifest()])
     for index, rate in enumerate(rates):
         steps, late = engine.steps, programs.compiled_late
         drawn = replace(workload, seed=workload.seed + index)

@@ -152,6 +152,7 @@ def load_bundled(bundle: Bundle, runner: ModelRunner) -> WarmUp:
         seconds=time.perf_counter() - start,
         host_seconds=0.0,
         temp_bytes=max((program.report.temp_bytes for program in programs), default=0),
+        sum_bytes=sum(program.report.sum_bytes for program in programs),
     )
     _LOG.info("loaded %s: %s", bundle.folder, warm_up)
     return warm_up

@@ -34,6 +34,7 @@ class WarmUp:
         seconds: wall time.
         host_seconds: seconds of tracing and lowering, which run in one thread.
         temp_bytes: the largest temporary memory of one program.
+        sum_bytes: bytes on each GPU, outside of JAX's pool, that sums over several GPUs keep once all programs have run.
     """
 
     programs: int
@@ -41,11 +42,16 @@ class WarmUp:
     seconds: float
     host_seconds: float
     temp_bytes: int
+    sum_bytes: int = 0
 
     def __str__(self) -> str:
+        outside = (
+            f"; {self.sum_bytes / 2**30:,.1f} GiB outside of JAX's pool for sums over the GPUs"
+        )
         return (
             f"{self.programs} programs in {self.seconds:.1f} s ({self.host_seconds:.1f} s of tracing and lowering), "
             f"{self.loaded} of them from disk; up to {self.temp_bytes / 2**20:,.1f} MiB of temporary memory"
+            f"{outside if self.sum_bytes else ''}"
         )
 
 
@@ -77,6 +83,7 @@ def compile_all(
         seconds=time.perf_counter() - start,
         host_seconds=sum(program.host_seconds for program in new),
         temp_bytes=max((program.report.temp_bytes for program in compiled), default=0),
+        sum_bytes=sum(program.report.sum_bytes for program in compiled),
     )
     _LOG.info("warmed up: %s", warm_up)
     return warm_up

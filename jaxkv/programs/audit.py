@@ -15,10 +15,15 @@ import jax
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs.alias_flow import PoolCopy, follow_pools
-from jaxkv.programs.hlo import Module, parse_module
+from jaxkv.programs.hlo import Module, find_instructions, parse_module
 
 SMALL_BYTES = 4096
 """Arrays up to this size may be copied: that costs less than launching the kernel that does it."""
+
+_MOST_SUMMED = 8 * 2**20
+"""Most bytes that XLA's kernel over peer memory sums; NCCL, whose buffers all programs share, sums more."""
+_GRANULE = 2 * 2**20
+"""Bytes of which a device's memory is a multiple that its peers can read."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class AuditReport:
         cache_bytes: bytes of the cache on each device, as all bytes here.
         alias_bytes: bytes that outputs share with donated inputs.
         temp_bytes: bytes of temporary memory.
+        sum_bytes: bytes outside of JAX's pool that sums over several GPUs keep from the first run on, see `sum_bytes`.
         copies: all copies of pools, allowed or not; `PoolCopy.pool` is the index among the cache's arrays.
         problems: reasons to refuse the program; empty if there are none.
     """
@@ -40,6 +46,7 @@ class AuditReport:
     temp_bytes: int
     copies: tuple[PoolCopy, ...]
     problems: tuple[str, ...]
+    sum_bytes: int = 0
 
     def raise_if_bad(self, program: str) -> None:
         """Raises `ProgramRefused` with every problem, if there is one."""
@@ -80,7 +87,8 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
     pools = _find_pools(compiled, cache_argument)
     memory = compiled.memory_analysis()
     assert memory is not None, "every backend we compile for reports its memory"
-    module = parse_module(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    module = parse_module(text)
     backend = next(iter(jax.tree.leaves(compiled.input_shardings)[0].device_set)).platform
     problems = _alias_problems(pools, module, memory.alias_size_in_bytes)
     copies: tuple[PoolCopy, ...] = ()
@@ -104,7 +112,26 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
         temp_bytes=memory.temp_size_in_bytes,
         copies=copies,
         problems=tuple(problems),
+        sum_bytes=sum_bytes(text) if backend == "gpu" else 0,
     )
+
+
+def sum_bytes(text: str) -> int:
+    """Returns the bytes that XLA keeps on each GPU for a program's sums over several of them.
+
+    Each sum of a program has signals and two copies of its array, in memory of its own that peers can read. All of them
+    are there from the first run to the end of the program (XLA's `CollectiveKernelThunk`, JAX 0.12). JAX's statistics
+    of memory do not count them.
+
+    Args:
+        text: the result of `Compiled.as_text()`.
+    """
+    kept = 0
+    for line in find_instructions(text, "all-reduce"):
+        summed = sum(array.num_bytes for array in line.results)
+        copies = -(-2 * summed // _GRANULE) * _GRANULE
+        kept += _GRANULE + copies if summed <= _MOST_SUMMED else 0
+    return kept
 
 
 def _find_pools(compiled: jax.stages.Compiled, cache_argument: int | None) -> _Pools:

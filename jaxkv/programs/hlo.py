@@ -33,6 +33,12 @@ class ArrayType:
         """Number of elements."""
         return prod(self.sizes)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, each of at least one byte."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.elements * max(1, int(bits.group()) // 8 if bits else 1)
+
 
 _CONTEXT = ArrayType("u32", (), "")
 
@@ -147,6 +153,17 @@ def parse_module(text: str) -> Module:
     if entry is None:
         raise ValueError("this text holds no ENTRY computation, so it is not an HLO module")
     return Module(MappingProxyType(_aliases(text)), _Computations(computations), entry)
+
+
+def find_instructions(text: str, opcode: str) -> list[Instruction]:
+    """Returns the instructions of an opcode in all computations of a module's text, of which no others are parsed."""
+    lines = (line for line in text.splitlines() if f" {opcode}(" in line)
+    found = [
+        _instruction(*line.group(2, 3), bool(line[1]))
+        for line in map(_INSTRUCTION.match, lines)
+        if line
+    ]
+    return [one for one in found if one.opcode == opcode]
 
 
 def _aliases(text: str) -> dict[int, int]:

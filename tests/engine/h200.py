@@ -390,6 +390,7 @@ def report(name, lowering, dump):
         "cache_bytes": found.cache_bytes,
         "alias_bytes": found.alias_bytes,
         "temp_bytes": found.temp_bytes,
+        "sum_bytes": found.sum_bytes,
         "copies": [copy.line for copy in found.copies],
         "problems": found.problems,
         "command_buffers": buffers.count,

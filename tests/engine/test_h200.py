@@ -226,6 +226,8 @@ def test_several_devices_exchange_one_sum_per_block_by_a_kernel_over_peer_memory
     found = report(name)
     exchanged = SAMPLED_BY.get(name, 2) + (0 if name == SAMPLES else 1 + 2 * 2)
     assert found["collectives"] == ["all-reduce"] * exchanged
+    # Each sum of few bytes has two pieces of 2 MiB, which peers can read.
+    assert found["sum_bytes"] == exchanged * 2 * 2 * 2**20
     assert found["sums_inside"] + found["outside"].count("kCollectiveKernel") == exchanged
     assert not [kind for kind in found["outside"] if "All" in kind or "Nccl" in kind]
     assert "mosaic_gpu_v2" in found["custom_calls"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv.errors import ProgramRefused
-from jaxkv.programs.audit import audit
+from jaxkv.programs.audit import audit, sum_bytes
 
 POOL = jax.ShapeDtypeStruct((256, 32), jnp.float32)
 POOL_BYTES = 256 * 32 * 4
@@ -34,6 +34,7 @@ def test_a_program_that_updates_in_place_passes():
     assert report.copies == ()
     assert report.alias_bytes == report.cache_bytes == 2 * POOL_BYTES
     assert report.backend == jax.default_backend()
+    assert report.sum_bytes == 0
     report.raise_if_bad("step")
 
 
@@ -197,3 +198,18 @@ def test_a_loop_that_makes_its_pool_anew_is_refused():
 
     with pytest.raises(ProgramRefused, match=r"cache\[0\] comes back as a new array"):
         audited(loop).raise_if_bad("step")
+
+
+def test_each_sum_over_gpus_keeps_signals_and_two_copies_of_its_array():
+    """In pieces of 2 MiB; what is too large for XLA's own kernel is summed by NCCL, and other operations keep none."""
+    text = "\n".join(
+        f"  %{name} = {shape}{{1,0}} {opcode}(%x), replica_groups={{{{0,1}}}}, to_apply=%add"
+        for name, shape, opcode in (
+            ("all-reduce.1", "bf16[8,4096]", "all-reduce"),
+            ("all-reduce.2", "f32[256,4096]", "all-reduce"),
+            ("all-reduce.3", "bf16[2048,4096]", "all-reduce"),
+            ("fusion.1", "bf16[8,4096]", "fusion"),
+        )
+    )
+    assert sum_bytes(text) == (2 + 2) * 2**20 + (2 + 8) * 2**20
+    assert sum_bytes(text.replace("all-reduce(", "add(")) == 0
