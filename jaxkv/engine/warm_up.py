@@ -34,7 +34,7 @@ class WarmUp:
         seconds: wall time.
         host_seconds: seconds of tracing and lowering, which run in one thread.
         temp_bytes: the largest temporary memory of one program.
-        sum_bytes: bytes on each GPU, outside of JAX's pool, that sums over several GPUs keep once all programs have run.
+        sum_bytes: bytes on each GPU that sums over several GPUs keep outside of JAX's pool once all programs have run.
     """
 
     programs: int
