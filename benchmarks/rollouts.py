@@ -84,7 +84,7 @@ def run(llm: LLM, params: Params, options: argparse.Namespace, floor: float) -> 
     tokens, seconds = int(rollout.output_mask.sum()), min(taken)
     return {
         "batch_invariant": llm.engine.config.batch_invariant,
-        "steps_per_launch": llm.engine.multi_step.most,
+        "steps_per_launch": llm.engine.multi_step.chosen.number,
         "prompts": options.prompts,
         "samples": options.samples,
         "length": options.length,

@@ -159,9 +159,9 @@ def find_instructions(text: str, opcode: str) -> list[Instruction]:
     """Returns the instructions of an opcode in all computations of a module's text, of which no others are parsed."""
     lines = (line for line in text.splitlines() if f" {opcode}(" in line)
     found = [
-        _instruction(*line.group(2, 3), bool(line[1]))
+        _instruction(line[2], line[3], bool(line[1]))
         for line in map(_INSTRUCTION.match, lines)
-        if line
+        if line is not None
     ]
     return [one for one in found if one.opcode == opcode]
 
