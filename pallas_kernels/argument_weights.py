@@ -18,8 +18,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxprs_in_params
 # Part of the keys of JAX's caches of traces, so that a trace without the promise is not mistaken for one with it.
 _ARE_ARGUMENTS = jax.make_user_context(False)
 
-_KERNELS = ("mpmd_map", "core_map", "pallas_call")
-"""What a kernel is in a trace; the first in JAX 0.11 and 0.12."""
+_KERNELS = ("deferred_kernel", "mpmd_map", "core_map", "pallas_call")
+"""What a kernel is in a trace: a deferred one of ours, or what JAX 0.11 and 0.12 call one."""
 
 _POSITIONAL = (
     *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),

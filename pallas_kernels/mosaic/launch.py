@@ -6,6 +6,7 @@ from typing import Any
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.argument_weights import EARLY
+from pallas_kernels.mosaic.deferred import deferred
 from pallas_kernels.mosaic.jax_versions import overlaps_launches
 from pallas_kernels.mosaic.private_types import Ref
 
@@ -29,6 +30,8 @@ def mosaic_kernel(
 ) -> Callable[..., Any]:
     """Returns `plgpu.kernel(body, **options)`, whose blocks start while the previous kernel ends.
 
+    `body` is traced when a program with the kernel is lowered (`deferred`).
+
     From JAX 0.12 on a kernel is a node of the step's CUDA graph with a programmatic edge from the previous kernel
     (programmatic dependent launch, CUDA C++ Programming Guide). Its blocks take the places of blocks that have ended,
     initialise their barriers and wait; `body` runs once that kernel has ended and its stores are visible. Every kernel
@@ -43,14 +46,15 @@ def mosaic_kernel(
     """
     if early:
         options["kernel_name"] += EARLY
-    if interpret or not overlaps_launches():
-        return plgpu.kernel(body, interpret=INTERPRETER if interpret else None, **options)
+    if interpret:
+        return plgpu.kernel(body, interpret=INTERPRETER, **options)
 
     def overlapping(*refs: Ref, **scratch: Ref) -> None:
         await_previous()
         body(*refs, **scratch)
 
-    return plgpu.kernel(body if early else overlapping, **options)
+    waits = overlaps_launches() and not early
+    return deferred(plgpu.kernel(overlapping if waits else body, **options), body, options)
 
 
 def await_previous(*, interpret: bool = False) -> None:

@@ -20,11 +20,12 @@ from jaxkv.models.registry import build_model
 from pallas_kernels import device, dispatch
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.families import FAMILIES, member
+from pallas_kernels.mosaic.deferred import DEFERRED
 from tests.layers.jaxprs import equations
 
 LAYERS = 3
-KERNELS = ("mpmd_map", "core_map", "pallas_call")
-"""What a kernel is in a jaxpr; the first in JAX 0.11 and 0.12."""
+KERNELS = (DEFERRED, "mpmd_map", "core_map", "pallas_call")
+"""What a kernel is in a jaxpr: a deferred one of ours, or what JAX 0.11 and 0.12 call one."""
 
 
 @pytest.fixture

@@ -1,0 +1,167 @@
+"""A deferred kernel is one equation of a trace, runs as the kernel does, and is the same kernel if its sizes are.
+
+Kernels are plain functions of JAX here. What is lowered for an H200 is in `tests/pallas_kernels/h200`.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.argument_weights import are_arguments, argument_weights, computed_weights
+from pallas_kernels.fixed_order import fixed_order, is_fixed
+from pallas_kernels.mosaic import deferred as module
+from pallas_kernels.mosaic.deferred import DEFERRED, deferred, describe
+
+X = jnp.arange(8, dtype=jnp.float32)
+OPTIONS = {"out_type": jax.ShapeDtypeStruct((8,), jnp.float32), "kernel_name": "scale"}
+
+
+class Shade(Enum):
+    DARK = 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a kernel is specialised for."""
+
+    factor: float
+    dtype: np.dtype = np.dtype("float32")
+
+    def body(self, *refs):
+        raise AssertionError("a stand-in for the body, whose launch is a plain function")
+
+
+class Launches:
+    """Makes deferred kernels that multiply, and counts how often one is traced."""
+
+    def __init__(self):
+        self.traced = 0
+        self.seen = []
+
+    def scale(self, factor, options=OPTIONS):
+        def run(x):
+            self.traced += 1
+            self.seen.append((is_fixed(), are_arguments()))
+            return x * jnp.float32(factor)
+
+        return deferred(run, partial(Sizes(factor).body, True), options)
+
+
+def equations(traced):
+    return [str(one.primitive) for one in traced.jaxpr.jaxpr.eqns]
+
+
+def test_a_body_is_traced_with_the_lowering_and_once_for_equal_kernels():
+    launches = Launches()
+
+    def run(x):
+        for factor in (2.0, 3.0, 2.0):
+            x = launches.scale(factor)(x)
+        return x
+
+    traced = jax.jit(run).trace(X)
+    assert equations(traced) == [DEFERRED] * 3
+    assert launches.traced == 0
+    compiled = traced.lower().compile()
+    assert launches.traced == 2
+    np.testing.assert_array_equal(compiled(X), np.arange(8) * 12)
+
+
+def test_a_kernel_runs_outside_of_a_program_and_over_a_further_axis():
+    scale = Launches().scale(2.0)
+    np.testing.assert_array_equal(scale(X), np.arange(8) * 2)
+    both = jax.vmap(scale)(jnp.stack((X, -X)))
+    np.testing.assert_array_equal(both, np.stack((np.arange(8), -np.arange(8))) * 2)
+
+
+def test_results_have_the_structure_of_the_launch():
+    two = {"first": OPTIONS["out_type"], "second": jax.ShapeDtypeStruct((2,), jnp.int32)}
+
+    def run(x):
+        return {"first": x, "second": jnp.arange(2, dtype=jnp.int32)}
+
+    launch = deferred(run, Sizes(1.0).body, OPTIONS | {"out_type": two})
+    found = jax.jit(launch)(X)
+    assert found.keys() == two.keys()
+    assert found["second"].dtype == jnp.int32
+
+
+def test_a_kernel_that_changes_an_operand_is_launched_at_once():
+    launched = []
+
+    def run(ref):
+        launched.append(ref)
+        ref[...] = ref[...] * 2
+        return ref[...]
+
+    @jax.jit
+    def program(x):
+        ref = jax.new_ref(x)
+        deferred(run, Sizes(2.0).body, OPTIONS)(ref)
+        return ref[...]
+
+    np.testing.assert_array_equal(program(X), np.arange(8) * 2)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_body_is_traced_in_the_contexts_of_its_call(in_order, given):
+    launches = Launches()
+    with fixed_order(in_order), argument_weights(given):
+        traced = jax.jit(launches.scale(2.0)).trace(X)
+    traced.lower()
+    assert launches.seen == [(in_order, given)]
+
+
+def test_contexts_and_sizes_tell_kernels_apart():
+    def text(factor, *, in_order=False):
+        with fixed_order(in_order):
+            return str(jax.jit(Launches().scale(factor)).trace(X).jaxpr)
+
+    assert text(2.0) == text(2.0)
+    assert len({text(2.0), text(3.0), text(2.0, in_order=True)}) == 3
+
+
+def test_a_weight_that_is_copied_early_is_checked():
+    options = OPTIONS | {"kernel_name": "scale_of_argument"}
+    launch = Launches().scale(2.0, options)
+    given = jax.jit(launch).trace(X).jaxpr.jaxpr
+    computed = jax.jit(lambda x: launch(x + 1)).trace(X).jaxpr.jaxpr
+    assert computed_weights(given, [True]) == set()
+    assert computed_weights(computed, [True]) == {"scale_of_argument"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda refs: None,
+        partial(Sizes.body, lambda: 0),
+        {"bounds": np.zeros(2)},
+        (X,),
+        object(),
+    ],
+)
+def test_what_no_text_tells_is_traced_at_once(value):
+    """A function with variables of another one, arrays, and objects of unknown state."""
+    with pytest.raises(module._Unknown):
+        describe(value)
+    launched = []
+    launch = deferred(launched.append, Sizes(1.0).body, OPTIONS | {"scratch_types": value})
+    launch(X)
+    assert len(launched) == 1
+
+
+def test_descriptions_name_every_part():
+    sizes = Sizes(0.5)
+    found = describe((sizes.body, {"shade": Shade.DARK, "type": OPTIONS["out_type"]}, [None, "x"]))
+    for part in ("factor=0.5", "Sizes.body", "Shade.DARK", "float32[8]", "None", "'x'"):
+        assert part in found
+    assert describe(1) != describe("1")
+    assert describe((1, 2)) != describe([1, 2])
+    assert "0x" not in found
