@@ -1,8 +1,8 @@
 """The name of a stored program: a hash of its trace and of everything else that its compilation depends on.
 
-The trace holds the whole program but for our kernels, of which most are an equation with their sizes and options alone
-(`pallas_kernels.mosaic.deferred`). So the hash also covers the source of our kernels and the tuned schedules, which they
-may read. Computing a name lowers nothing.
+The trace holds the whole program but for our kernels: most are one equation with their sizes and options
+(`pallas_kernels.mosaic.deferred`). So the hash also covers the source of our kernels and the tuned schedules, which
+they may read. Computing a name lowers nothing.
 """
 
 import hashlib
