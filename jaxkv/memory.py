@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +14,9 @@ REMEDY = (
     "use a narrower dtype, a smaller max_model_len, or a CacheConfig with a smaller max_sequences or budget_bytes, "
     "or free memory that other programs use"
 )
+
+_POOL_SHARE = 0.75
+"""Share of a GPU's memory that JAX takes for its pool by default."""
 
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "Out of memory", "out of memory")
 
@@ -57,6 +60,19 @@ def device_bytes() -> int | None:
         return host_bytes()
     stats = device.memory_stats() or {}
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
+def outside_bytes(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the bytes of this process's first GPU that JAX leaves out of its pool; `None` if it reports none.
+
+    They hold the driver's own memory, CUDA graphs, and what sums over several GPUs keep.
+
+    Args:
+        environment: has `XLA_PYTHON_CLIENT_MEM_FRACTION`, the share of a GPU's memory that the pool may take.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    share = float(environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or _POOL_SHARE)
+    return int(stats["bytes_limit"] * (1 - share) / share) if "bytes_limit" in stats else None
 
 
 def host_bytes(root: Path = Path("/")) -> int:

@@ -430,7 +430,7 @@ def _programs(
         drafter=text_drafter_of(engine.speculation, layout),
     )
     singles = shapes.declare_all(Features())
-    chosen = choose_steps(engine.steps_per_launch, params, layout)
+    chosen = choose_steps(engine.steps_per_launch, model, params, layout)
     one_by_one = _keeps_states(layout, model, cache, engine)
     multi_steps = [] if one_by_one else declare_multi_steps(singles, chosen)
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []

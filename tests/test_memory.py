@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams, cli, memory, plan
+from jaxkv.engine.warm_up import warn_of_sums
 from jaxkv.errors import OutOfMemory
 from jaxkv.memory import host_bytes, named_exhaustion
 from jaxkv.weights.safetensors import StoredTensor
@@ -130,6 +131,31 @@ def test_the_cache_of_a_device_takes_its_share_of_what_the_weights_leave(monkeyp
     device_of(monkeypatch, 10 * GIB)
     assert plan.free_bytes(0.5, weights=4 * GIB) == 3 * GIB
     assert plan.free_bytes(0.5) == 5 * GIB
+
+
+def with_pool(monkeypatch, stats):
+    class Device:
+        def memory_stats(self):
+            return stats
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+
+
+def test_what_jax_leaves_out_of_its_pool_follows_from_its_share(monkeypatch):
+    with_pool(monkeypatch, {"bytes_limit": 75})
+    assert memory.outside_bytes({}) == 25
+    assert memory.outside_bytes({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}) == 75
+    with_pool(monkeypatch, None)
+    assert memory.outside_bytes({}) is None
+
+
+@pytest.mark.parametrize(("kept", "warns"), [(0, False), (22, False), (24, True)])
+def test_a_warm_up_warns_if_sums_need_more_than_jax_leaves(kept, warns, monkeypatch, caplog):
+    """Two GiB are for the driver."""
+    with_pool(monkeypatch, {"bytes_limit": 75 * 2**30})
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    warn_of_sums(kept * 2**30)
+    assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in caplog.text) is warns
 
 
 def test_memory_exhausted_while_loading_names_the_options_and_keeps_nothing(monkeypatch):

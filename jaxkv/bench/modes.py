@@ -89,7 +89,7 @@ def measure_rates(
     engine = served.build()
     warm(engine, workload, progress=progress)
     programs = engine.runner.programs
-    # As the server does. The first run of a program takes longer, over several devices up to half a second.
+    # As the server does. The first run of a program takes longer, over two GPUs some half a second.
     run_steps(engine, [program.spec for program in programs.manifest()])
     for index, rate in enumerate(rates):
         steps, late = engine.steps, programs.compiled_late

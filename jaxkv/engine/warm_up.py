@@ -10,6 +10,7 @@ import jax
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Request
 from jaxkv.engine.speculation.draft_model import DraftModel
+from jaxkv.memory import outside_bytes
 from jaxkv.models.protocol import Model, Params
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import record_costs
@@ -22,6 +23,8 @@ from jaxkv.sampling.fields import features_for, features_of
 from jaxkv.weights.quantised.weight_forms import has_few_bits, plain_leaves, weight_forms
 
 _LOG = logging.getLogger(__name__)
+_DRIVER_BYTES = 2 * 2**30
+"""What the driver and CUDA graphs take outside of JAX's pool, roughly."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,25 @@ def compile_all(
         sum_bytes=sum(program.report.sum_bytes for program in compiled),
     )
     _LOG.info("warmed up: %s", warm_up)
+    warn_of_sums(warm_up.sum_bytes)
     return warm_up
+
+
+def warn_of_sums(kept: int) -> None:
+    """Warns if sums over several GPUs need more memory outside of JAX's pool than there is.
+
+    Args:
+        kept: `WarmUp.sum_bytes`.
+    """
+    room = outside_bytes() if kept else None
+    if room is not None and kept + _DRIVER_BYTES > room:
+        _LOG.warning(
+            "sums over the GPUs will keep %.1f GiB of each GPU outside of JAX's pool once all programs have run, where "
+            "%.1f GiB are; lower XLA_PYTHON_CLIENT_MEM_FRACTION, or compile fewer programs with a smaller "
+            "token_budget, max_num_seqs or steps_per_launch=1",
+            kept / 2**30,
+            room / 2**30,
+        )
 
 
 def cost_identity(model: Model, params: Params) -> str:

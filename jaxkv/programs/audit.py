@@ -22,7 +22,7 @@ SMALL_BYTES = 4096
 
 _MOST_SUMMED = 8 * 2**20
 """Most bytes that XLA's kernel over peer memory sums; NCCL, whose buffers all programs share, sums more."""
-_GRANULE = 2 * 2**20
+GRANULE = 2 * 2**20
 """Bytes of which a device's memory is a multiple that its peers can read."""
 
 
@@ -127,10 +127,10 @@ def sum_bytes(text: str) -> int:
         text: the result of `Compiled.as_text()`.
     """
     kept = 0
-    for line in find_instructions(text, "all-reduce"):
+    for line in find_instructions(text, "all-reduce") + find_instructions(text, "all-reduce-start"):
         summed = sum(array.num_bytes for array in line.results)
-        copies = -(-2 * summed // _GRANULE) * _GRANULE
-        kept += _GRANULE + copies if summed <= _MOST_SUMMED else 0
+        copies = -(-2 * summed // GRANULE) * GRANULE
+        kept += GRANULE + copies if summed <= _MOST_SUMMED else 0
     return kept
 
 

@@ -196,3 +196,7 @@ def _host_processor() -> str:
     return "\n".join(
         dict.fromkeys(line for line in lines if line.startswith(("model name", "flags")))
     )
+
+
+# When this process imports the kernels, and not when it compiles them: a file may be edited in between.
+_kernel_sources()

@@ -63,7 +63,8 @@ def deferred(
         options: those of `plgpu.kernel`; "out_type" and "kernel_name" among them.
     """
     in_order, given = is_fixed(), are_arguments()
-    contexts = (in_order, given, overlaps_launches(), honours_register_requests())
+    versions = (overlaps_launches(), honours_register_requests())
+    contexts = (in_order, given, versions)
     try:
         text = describe((body, options, contexts))
     except _Unknown:
@@ -72,6 +73,8 @@ def deferred(
     leaves, structure = jax.tree.flatten(out_type)
 
     def launch(*arrays: Any) -> Any:  # noqa: ANN401 - as `run` returns it
+        now = (overlaps_launches(), honours_register_requests())
+        assert now == versions, "tests change them around trace and lowering together"
         with fixed_order(in_order), argument_weights(given):
             return jax.tree.leaves(run(*arrays))
 
@@ -119,7 +122,9 @@ def describe(value: Any) -> str:  # noqa: ANN401 - what a kernel's code may depe
             f"{part.name}={describe(getattr(value, part.name))}" for part in fields(value)
         )
         return f"{type(value).__module__}.{type(value).__qualname__}({listed})"
-    if isinstance(value, type) and issubclass(value, np.generic):
+    if isinstance(value, type) and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type(jnp.float32)):
         return jnp.dtype(value).name
     raise _Unknown(type(value))
 

@@ -14,7 +14,9 @@ import jax
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.engine.steps.step_plan import Part
-from jaxkv.models.protocol import Params
+from jaxkv.models.protocol import Model, Params
+from jaxkv.models.tensor_parallel import TensorParallel
+from jaxkv.programs.audit import GRANULE
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
@@ -28,10 +30,12 @@ _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
 """Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step."""
 _SMALL_BYTES_OF_SEVERAL = 150 * 10**6
-"""The same per layer and device for several GPUs: 35 microseconds, measured for the 8B and 70B shapes on two and four.
+"""The same per layer and device for several GPUs: 35 microseconds, measured at one row of two shapes on four.
 
 XLA updates each sum's node of each GPU's graph before it launches them.
 """
+_MOST_SUM_BYTES = 0.7 * 2**30
+"""Most bytes that one such program of several GPUs keeps for its sums, outside of JAX's pool (`audit.sum_bytes`)."""
 _FEW_ROWS = 16
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
@@ -44,13 +48,13 @@ class StepsPerLaunch:
     Attributes:
         number: decode steps per program; 1 if steps are always sent alone.
         automatic: jaxkv chose the number, so only steps of which measurements showed that it is faster are sent so.
-        several: several devices compute each step. Sending it takes the host so long that steps of any rows and
-            features are faster, and not just greedy ones of few rows.
+        rows_of_several: if it did so for several devices, the most rows of such steps, whatever their features: sending
+            a step takes the host long, and each program keeps memory for its sums. 0 for one device.
     """
 
     number: int
     automatic: bool = False
-    several: bool = False
+    rows_of_several: int = 0
 
     def suits(self, single: StepSpec) -> bool:
         """Returns whether steps of this shape are sent several at a time, if the device is seen to wait."""
@@ -59,7 +63,7 @@ class StepsPerLaunch:
         if single.features.min_tokens:
             return False  # The host decides for each token whether stop ids are blocked.
         greedy = single.rows <= _FEW_ROWS and single.features == Features()
-        return greedy or self.several or not self.automatic
+        return not self.automatic or greedy or single.rows <= self.rows_of_several
 
 
 class MultiStep:
@@ -81,7 +85,7 @@ class MultiStep:
         self, runner: ModelRunner, shapes: StepShapes, oom_backoff: OomBackoff, steps: int | None
     ) -> None:
         self._runner, self._shapes, self._oom_backoff = runner, shapes, oom_backoff
-        self.chosen = choose_steps(steps, runner.params, runner.layout)
+        self.chosen = choose_steps(steps, runner.model, runner.params, runner.layout)
         self._measured: dict[StepSpec, tuple[int, int]] = {}
         self._sent_singly: set[StepSpec] = set()
 
@@ -143,25 +147,31 @@ class MultiStep:
         return seen >= _SAMPLES and 2 * waited > seen
 
 
-def choose_steps(requested: int | None, params: Params, layout: CacheLayout) -> StepsPerLaunch:
+def choose_steps(
+    requested: int | None, model: Model, params: Params, layout: CacheLayout
+) -> StepsPerLaunch:
     """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on GPUs.
 
     Args:
         requested: `EngineConfig.steps_per_launch`.
-        params: the model's parameters, or their types; with shardings if several devices divide them.
+        model: the model.
+        params: its parameters, or their types; with shardings if several devices divide them.
         layout: the cache's groups.
     """
     if requested is not None:
         return StepsPerLaunch(requested)
     paged = layout.paged_groups
-    if len(paged) != 1 or paged[0].window is not None or layout.state_groups or layout.expands:
+    one_kind = len(paged) == 1 and paged[0].window is None
+    if not one_kind or layout.state_groups or layout.expands or jax.default_backend() != "gpu":
         return StepsPerLaunch(1, automatic=True)
-    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
-    devices = max(1 if place is None else place.num_devices for place in places)
-    sent = devices * len(paged[0].layers) * _SMALL_BYTES_OF_SEVERAL
-    small = bytes_of_types(params) <= (_SMALL_BYTES if devices == 1 else sent)
-    number = _STEPS if jax.default_backend() == "gpu" and small else 1
-    return StepsPerLaunch(number, automatic=True, several=devices > 1)
+    layers, small, rows = len(paged[0].layers), _SMALL_BYTES, 0
+    if isinstance(model, TensorParallel):
+        small = model.count * layers * _SMALL_BYTES_OF_SEVERAL
+        # Of the embeddings and of two products per layer, in 16 bits: signals and two copies, in pieces of `GRANULE`.
+        pieces = int(_MOST_SUM_BYTES / (2 * layers + 1) / GRANULE) - 1
+        rows = max(0, pieces * GRANULE // (2 * 2 * model.config.hidden_size))
+    number = _STEPS if bytes_of_types(params) <= small else 1
+    return StepsPerLaunch(number, automatic=True, rows_of_several=rows)
 
 
 def declare_multi_steps(needed: Sequence[ProgramSpec], chosen: StepsPerLaunch) -> list[StepSpec]:

@@ -6,7 +6,9 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
+from jaxkv.bench.shapes import SHAPES
 from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.engine import EngineConfig
@@ -14,6 +16,9 @@ from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.steps.in_flight import InFlightStep
 from jaxkv.engine.steps.multi_step import StepsPerLaunch, choose_steps, declare_multi_steps
 from jaxkv.engine.warm_up import declare_served
+from jaxkv.models.registry import build_model
+from jaxkv.models.tensor_parallel import AXIS, TensorParallel
+from jaxkv.programs.audit import GRANULE
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
@@ -262,35 +267,43 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
 
 def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
     """Only measured cases are chosen: not windows, states, or large models."""
+    model = build_model(SHAPES["tiny"])
     plain = group_layers((LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4)), SAMPLING))
     windowed = group_layers(
         (LayerSpec(0, window(1, 8, window=5, dtype="float32", page_size=2)), SAMPLING)
     )
     small, large = (jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (1, 2000))
-    assert choose_steps(None, [small], plain) == StepsPerLaunch(1, automatic=True)
+    assert choose_steps(None, model, [small], plain) == StepsPerLaunch(1, automatic=True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert choose_steps(None, [small], plain) == StepsPerLaunch(4, automatic=True)
-    assert choose_steps(None, [large], plain).number == 1
-    assert choose_steps(None, [small], windowed).number == 1
-    assert choose_steps(2, [large], windowed) == StepsPerLaunch(2)
+    assert choose_steps(None, model, [small], plain) == StepsPerLaunch(4, automatic=True)
+    assert choose_steps(None, model, [], plain).number == 4
+    assert choose_steps(None, model, [large], plain).number == 1
+    assert choose_steps(None, model, [small], windowed).number == 1
+    assert choose_steps(2, model, [large], windowed) == StepsPerLaunch(2)
 
 
+@pytest.mark.parametrize(
+    ("shape", "devices", "number", "rows"),
+    [
+        ("llama-3.1-8b", 2, 4, 512),
+        ("llama-3.1-8b", 4, 4, 512),
+        ("llama-3.1-70b", 2, 1, 64),
+        ("llama-3.1-70b", 4, 4, 64),
+    ],
+)
 def test_several_devices_have_several_steps_per_launch_while_sending_takes_longer_than_reading(
-    monkeypatch,
+    shape, devices, number, rows, monkeypatch
 ):
-    """The host needs as long per layer and device as a GPU needs to read 150 MB."""
-    layers = [LayerSpec(at, gqa(1, 8, dtype="float32", page_size=4)) for at in range(32)]
-    layout = group_layers((*layers, LayerSpec(32, SAMPLING.spec)))
+    """The host needs as long per layer and device as a GPU needs to read 150 MB; sums of many rows keep much memory."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for devices, gigabytes, number in ((2, 9, 4), (2, 10, 1), (4, 10, 4), (4, 20, 1)):
-        mesh = jax.make_mesh(
-            (devices,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
-        )
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-        shape = (gigabytes * 1000, 250_000 * devices)
-        divided = jax.ShapeDtypeStruct(shape, np.float32, sharding=place)
-        chosen = choose_steps(None, [divided], layout)
-        assert chosen == StepsPerLaunch(number, automatic=True, several=True), (devices, gigabytes)
+    mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+    model = TensorParallel(build_model(SHAPES[shape]), mesh)
+    layout = group_layers(model.cache_specs(page_size=64, dtype="bfloat16"))
+    chosen = choose_steps(None, model, model.param_shapes("bfloat16"), layout)
+    assert chosen == StepsPerLaunch(number, automatic=True, rows_of_several=rows)
+    sums = 2 * model.num_layers + 1
+    kept = sums * (GRANULE + 2 * 2 * rows * model.config.hidden_size)
+    assert kept <= 0.7 * 2**30 < kept + sums * GRANULE
 
 
 def test_programs_of_several_steps_are_those_that_measurements_favour():
@@ -306,8 +319,10 @@ def test_programs_of_several_steps_are_those_that_measurements_favour():
     assert declare_multi_steps(needed, StepsPerLaunch(1)) == []
     [only] = declare_multi_steps(needed, StepsPerLaunch(4, automatic=True))
     assert (only.rows, only.features, only.steps) == (16, Features(), 4)
-    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, several=True)):
+    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows_of_several=64)):
         assert declare_multi_steps(needed, chosen) == [replace(one, steps=4) for one in singles]
+    few = declare_multi_steps(needed, StepsPerLaunch(4, automatic=True, rows_of_several=16))
+    assert [one.rows for one in few] == [16, 16]
 
 
 @pytest.mark.parametrize("steps", [0, 65])

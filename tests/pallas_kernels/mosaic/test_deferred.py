@@ -162,6 +162,10 @@ def test_descriptions_name_every_part():
     found = describe((sizes.body, {"shade": Shade.DARK, "type": OPTIONS["out_type"]}, [None, "x"]))
     for part in ("factor=0.5", "Sizes.body", "Shade.DARK", "float32[8]", "None", "'x'"):
         assert part in found
+    assert describe((jnp.bfloat16, np.float32, Sizes)) == describe(
+        (jnp.bfloat16, np.float32, Sizes)
+    )
+    assert describe(jnp.bfloat16) != describe(jnp.float32)
     assert describe(1) != describe("1")
     assert describe((1, 2)) != describe([1, 2])
     assert "0x" not in found
