@@ -48,8 +48,8 @@ class StepsPerLaunch:
     Attributes:
         number: decode steps per program; 1 if steps are always sent alone.
         automatic: jaxkv chose the number, so only steps of which measurements showed that it is faster are sent so.
-        rows_of_several: if it did so for several devices, the most rows of such steps, whatever their features: sending
-            a step takes the host long, and each program keeps memory for its sums. 0 for one device.
+        rows_of_several: if it did so for several devices, the most rows of such steps, with any features: sending a
+            step takes the host long, and each program keeps memory for its sums. 0 for one device.
     """
 
     number: int

@@ -307,7 +307,7 @@ def test_several_devices_have_several_steps_per_launch_while_sending_takes_longe
 
 
 def test_programs_of_several_steps_are_those_that_measurements_favour():
-    """One device gains with few greedy rows alone; several devices, and whoever asks for it, with any."""
+    """One device gains with few greedy rows alone; several devices, and those that ask for it, with any."""
     singles = [
         StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
         for rows in (16, 64)
