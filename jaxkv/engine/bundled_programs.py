@@ -22,7 +22,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.lora import LoraConfig
 from jaxkv.engine.routed_experts import ExpertsSpec
-from jaxkv.engine.warm_up import WarmUp
+from jaxkv.engine.warm_up import WarmUp, warn_of_sums
 from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
 from jaxkv.models.decoder import Decoder
@@ -155,6 +155,7 @@ def load_bundled(bundle: Bundle, runner: ModelRunner) -> WarmUp:
         sum_bytes=sum(program.report.sum_bytes for program in programs),
     )
     _LOG.info("loaded %s: %s", bundle.folder, warm_up)
+    warn_of_sums(warm_up.sum_bytes)
     return warm_up
 
 

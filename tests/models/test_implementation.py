@@ -87,8 +87,8 @@ def cache_of(model, dtype, page_size):
     return layout, counts, model.param_shapes("bfloat16")
 
 
-def kernels_of(model):
-    """Counts the kernels in a step of decode and in one of prefill."""
+def kernels_of(model, kinds=KERNELS):
+    """Counts the kernels of some kinds in a step of decode and in one of prefill."""
     layout, counts, params = cache_of(model, "bfloat16", 64)
 
     def step(decode):
@@ -97,7 +97,7 @@ def kernels_of(model):
             return model.forward(params, init_cache(layout, counts), batch)
 
         found = equations(run, params, whole=KERNELS)
-        return sum(str(equation.primitive) in KERNELS for equation in found)
+        return sum(str(equation.primitive) in kinds for equation in found)
 
     return step(True), step(False)
 
@@ -120,6 +120,9 @@ def test_on_hopper_a_model_that_the_kernels_take_runs_on_them_in_every_layer():
     assert choice == Choice("mosaic_gpu")
     # Each layer's write and attention.
     assert kernels_of(model.running(choice.name)) == (2 * LAYERS, 2 * LAYERS)
+    # The write changes pools, so it is traced with the program.
+    decode, _ = kernels_of(model.running(choice.name), (DEFERRED,))
+    assert decode == LAYERS
 
 
 @pytest.mark.usefixtures("hopper")

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import device, skinny_matmul
 from pallas_kernels.argument_weights import are_arguments, argument_weights, computed_weights
 from pallas_kernels.fixed_order import fixed_order, is_fixed
 from pallas_kernels.mosaic import deferred as module
 from pallas_kernels.mosaic.deferred import DEFERRED, deferred, describe
+from tests.layers.jaxprs import equations as all_equations
 
 X = jnp.arange(8, dtype=jnp.float32)
 OPTIONS = {"out_type": jax.ShapeDtypeStruct((8,), jnp.float32), "kernel_name": "scale"}
@@ -155,6 +157,18 @@ def test_what_no_text_tells_is_traced_at_once(value):
     launch = deferred(launched.append, Sizes(1.0).body, OPTIONS | {"scratch_types": value})
     launch(X)
     assert len(launched) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_products_are_deferred(rows, monkeypatch):
+    """Else a warm start would trace their bodies again, which no result shows."""
+    monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 4096), (rows, 4096))]
+    multiply = partial(skinny_matmul, implementation="mosaic_gpu")
+    found = all_equations(multiply, *types, whole=(DEFERRED, "mpmd_map"))
+    kinds = [str(one.primitive) for one in found]
+    assert DEFERRED in kinds
+    assert "mpmd_map" not in kinds
 
 
 def test_descriptions_name_every_part():
