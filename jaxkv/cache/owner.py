@@ -1,6 +1,7 @@
 """The owner of the cache's arrays between steps. It records whether a failed step has deleted them."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from jax.sharding import Mesh, Sharding
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache, init_cache
-from jaxkv.errors import CacheLeased, CachePoisoned
+from jaxkv.errors import STEP_FAILURES, CacheLeased, CachePoisoned
 from jaxkv.memory import named_exhaustion
+from pallas_kernels.peer_sum.api import Mailboxes, make_mailboxes, why_not_mailboxes
 
 
 class CacheOwner:
@@ -46,6 +48,8 @@ class CacheOwner:
         self._accepted: tuple[tuple, list] = ((), [])
         """Keys and abstract values of the last cache that passed the comparison with `_kinds`."""
         self._cache: Cache | None = None
+        self._mailboxes: list[Mailboxes] = []
+        """Those of the cache, after those of caches that were lost, to which a device may still write."""
         self._lost = ""
         self._cause: BaseException | None = None
         self._borrower = ""
@@ -164,6 +168,8 @@ class CacheOwner:
                     f"the step returned the arrays {_kinds(cache)}, wanted {self._kinds}"
                 )
             self._accepted = given
+        if self._mailboxes and cache.peers is None:
+            raise ValueError("the step returned the cache without its `peers`")
         self._cache = cache
         self._borrower = ""
         self._recall = None
@@ -192,6 +198,11 @@ class CacheOwner:
             self.announce("close")
         self._ask_back()
         cache = self._cache
+        if cache is not None and self._mailboxes:
+            # JAX does not know which programs write to mailboxes, and would give their memory to others.
+            with suppress(*STEP_FAILURES):
+                jax.block_until_ready(cache.arrays)
+            self._mailboxes.clear()
         self.poison("it was freed")
         for array in () if cache is None else cache.arrays:
             array.delete()
@@ -206,7 +217,12 @@ class CacheOwner:
         self.poison("there was no memory for a new one, or making it was interrupted")
         num_bytes = sum(array.nbytes for array in self.layout.arrays(self.counts))
         with named_exhaustion(f"making a cache of {num_bytes:,} bytes"):
-            self._cache = init_cache(self.layout, self.counts, device=self._device)
+            cache = init_cache(self.layout, self.counts, device=self._device)
+            if isinstance(self._device, Mesh) and why_not_mailboxes(self._device) is None:
+                # Sums of a step that failed may be counted on some devices only, so new ones count from the start.
+                self._mailboxes.append(make_mailboxes(self._device))
+                cache = cache.replace(peers=self._mailboxes[-1].peers)
+        self._cache = cache
         self._lost = ""
         self._epoch += 1
         self._rebuilds += 1

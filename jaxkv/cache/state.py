@@ -25,10 +25,13 @@ class Cache:
     Attributes:
         arrays: one array per key, in the layout's order, see `CacheLayout.arrays`.
         keys: (layer, role) of each array; static.
+        peers: by which the GPUs of a tensor-parallel model reach each other's mailboxes (`Mailboxes.peers`); `None`
+            where XLA adds up all sums over devices.
     """
 
     arrays: tuple[Array, ...]
     keys: tuple[tuple[int, str], ...] = static_field()
+    peers: Int[Array, "devices numbers"] | None = None
 
     def layer(self, layer: int) -> dict[str, Array]:
         """Returns role -> array of one layer, in role order; raises `ValueError` if there is no such layer."""
@@ -65,7 +68,7 @@ class Cache:
                     f"got {new.dtype}{list(new.shape)}"
                 )
             arrays[index] = new
-        return Cache(arrays=tuple(arrays), keys=self.keys)
+        return self.replace(arrays=tuple(arrays))
 
     def _layers(self) -> list[int]:
         return sorted({number for number, _ in self.keys})
@@ -145,4 +148,4 @@ def copy_units(
         else array
         for key, array in zip(cache.keys, cache.arrays, strict=True)
     )
-    return Cache(arrays=arrays, keys=cache.keys)
+    return cache.replace(arrays=arrays)

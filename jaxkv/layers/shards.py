@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from jaxkv.layers.linear import Joining
+from pallas_kernels.peer_sum.api import peer_sum, why_not
+from pallas_kernels.skinny_matmul.api import Weighed
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,42 @@ class Shards:
     splits_vocab: bool
     splits_norm: bool = False
 
-    def summed(self, part: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
-        """Returns the sum over the devices, which all of them get."""
+    def summed(
+        self, part: Float[Array, "tokens width"], peers: Int[Array, "1 numbers"] | None = None
+    ) -> Float[Array, "tokens width"]:
+        """Returns the sum over the devices, which all of them get.
+
+        Args:
+            part: this device's part.
+            peers: this device's row of `Cache.peers`, if our kernel may compute the sum; no other sum of the program
+                may run beside it.
+        """
+        if peers is not None and why_not(part) is None:
+            return peer_sum(part, peers)
         return lax.psum(part, self.axis)
+
+    def joined(
+        self, part: Float[Array, "tokens width"], joining: Joining, peers: Int[Array, "1 numbers"]
+    ) -> Float[Array, "tokens width"] | Weighed:
+        """Returns the residual stream after the sum over the devices, as a projection on one device returns it.
+
+        Args:
+            part: this device's part, which `joins` accepts.
+            joining: the residual stream, and the next norm.
+            peers: this device's row of `Cache.peers`; no other sum of the program may run beside it.
+        """
+        found = peer_sum(
+            part,
+            peers,
+            residual=joining.hidden,
+            norms=joining.next_norms,
+            norm_row=joining.row,
+        )
+        return Weighed(*found) if isinstance(found, tuple) else found
+
+    def joins(self, part: jax.ShapeDtypeStruct, peers: Int[Array, "1 numbers"] | None) -> bool:
+        """Returns whether `joined` accepts parts of this type."""
+        return peers is not None and why_not(part, weighs=True) is None
 
     def mean(self, part: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:
         """Returns the mean over the devices, which all of them get."""

@@ -287,7 +287,7 @@ class Decoder:
         writes: StateWrites | None = None,
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         factor = self.config.multipliers.embedding
-        embeddings = scaled(self._embed(params["embed"], batch.tokens), factor)
+        embeddings = scaled(self._embed(params["embed"], batch.tokens, cache), factor)
         kept: dict[int, Array] = {}
         cache, hidden = self.run_layers(params, cache, batch, embeddings, embeddings, kept, writes)
         normed = self.normed(params, hidden)
@@ -330,7 +330,8 @@ class Decoder:
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = self._layer_angles(batch)
         tables = self._tables(batch)
-        next_norms = self._next_norms(params, batch)
+        peers = None if self.implementation == "xla" else cache.peers
+        next_norms = self._next_norms(params, hidden, peers)
         # Every layer answers for itself when ops are asked what they support, and `writes` holds arrays of this trace.
         normed, traces = None, SharedTraces(shares=not is_asking() and writes is None)
         chosen = [] if self.keeps_experts else None
@@ -351,7 +352,8 @@ class Decoder:
                     angles=angles[layer],
                     embeddings=embeddings,
                     implementation=self.implementation,
-                    joining=joining,
+                    # With several devices the sum over them joins the residual stream.
+                    joining=joining if self.shards is None else None,
                     chosen_experts=chosen,
                     shards=self.shards,
                     state_writes=writes,
@@ -362,7 +364,7 @@ class Decoder:
                     x = stream.hidden
                     if before:
                         cache, y = self._run_block(before, cache, stream, tables, traces)
-                        x = (hidden + self._summed(y).astype(hidden.dtype)).astype(narrow)
+                        x = (hidden + self._summed(y, cache).astype(hidden.dtype)).astype(narrow)
                     x = x if norm is None else traces.call("norm", self._norm, norm, x)
                 added = []
                 for name in blocks:
@@ -370,11 +372,13 @@ class Decoder:
                     added.append(y)
                 if joining is not None:
                     (total,) = added
+                    if self.shards is not None:
+                        total = self.shards.joined(total, joining, peers)
                     is_weighed = isinstance(total, Weighed)
                     normed = Normed(total, config.norm_eps) if is_weighed else None
                     hidden = total.result if is_weighed else total
                     continue
-                total = self._summed(sum(added[1:], added[0]))
+                total = self._summed(sum(added[1:], added[0]), cache)
                 total = scaled(total, config.multipliers.residual)
                 if after is not None:
                     total = rms_norm(after, total, eps=config.norm_eps)
@@ -384,9 +388,14 @@ class Decoder:
             cache = self._store(cache, layer, "experts", experts, batch)
         return cache, hidden.astype(narrow)
 
-    def _summed(self, part: Float[Array, "tokens hidden_size"]) -> Array:
-        """Returns the sum of a block's output over the devices that compute parts of it."""
-        return part if self.shards is None else self.shards.summed(part)
+    def _summed(self, part: Float[Array, "tokens hidden_size"], cache: Cache) -> Array:
+        """Returns the sum of a block's output over the devices that compute parts of it.
+
+        Each of these sums needs the result of the one before, so none runs beside another one.
+        """
+        if self.shards is None:
+            return part
+        return self.shards.summed(part, None if self.implementation == "xla" else cache.peers)
 
     def _run_block(
         self,
@@ -466,13 +475,13 @@ class Decoder:
         ]
 
     def _next_norms(
-        self, params: Params, batch: StepBatch
+        self, params: Params, hidden: Array, peers: Array | None
     ) -> Iterator[tuple[Array | None, int]] | None:
         """Returns the norm after each stage if blocks fuse it with the residual addition, else `None`.
 
-        A block's last projection then adds its output to the residual stream and multiplies by the next norm's weight.
-        Blocks do this in steps of few tokens on our kernels, if every stage is a single block with `joins` and nothing
-        but an addition and a norm is between two stages.
+        A block's last projection, or the sum over devices after it, then adds its output to the residual stream and
+        multiplies by the next norm's weight. Blocks do this in steps of few tokens on our kernels, if every stage is a
+        single block with `joins` and nothing but an addition and a norm is between two stages.
 
         Returns:
             For each stage the fields `next_norms` and `row` of `Joining`; (`None`, 0) after the last stage, because
@@ -485,9 +494,11 @@ class Decoder:
         plain = plain and config.norm_dtype is None
         blocks = {stage: BLOCKS.get(stage) for stages in config.pattern for stage in stages}
         joins = all(block is not None and block.joins for block in blocks.values())
-        few = joins_norms(self.implementation, batch.tokens.shape[0])
-        # The sum over devices comes before the addition.
-        if not (few and plain and joins and self.shards is None):
+        few = joins_norms(self.implementation, hidden.shape[0])
+        part = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+        # XLA's sum over devices cannot do it.
+        sums = self.shards is None or self.shards.joins(part, peers)
+        if not (few and plain and joins and sums):
             return None
         norms = [
             (weights["norms"], row)
@@ -497,11 +508,11 @@ class Decoder:
         return iter([*norms[1:], (None, 0)])
 
     def _embed(
-        self, table: Float[Array, "vocab hidden_size"], tokens: Int[Array, " tokens"]
+        self, table: Float[Array, "vocab hidden_size"], tokens: Int[Array, " tokens"], cache: Cache
     ) -> Float[Array, "tokens hidden_size"]:
         if self.shards is None or not self.shards.splits_vocab:
             return embed(table, tokens)
-        return self.shards.summed(embed(table, self.shards.own_ids(tokens, table.shape[0])))
+        return self._summed(embed(table, self.shards.own_ids(tokens, table.shape[0])), cache)
 
     def _norm(
         self, weight: Float[Array, " hidden_size"], x: Float[Array, "tokens hidden_size"]

@@ -267,7 +267,10 @@ class TensorParallel:
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         """Returns the cache with the new tokens written, and their hidden states, which all devices have."""
         everywhere = PartitionSpec()
-        pools: Any = jax.tree.unflatten(jax.tree.structure(cache), map(self._pool_spec, cache.keys))
+        pools: Any = cache.replace(
+            arrays=tuple(map(self._pool_spec, cache.keys)),
+            peers=None if cache.peers is None else PartitionSpec(self._axis),
+        )
         run = jax.shard_map(
             self.part.forward,
             mesh=self.mesh,

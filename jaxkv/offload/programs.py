@@ -142,7 +142,7 @@ def swap_lowering(
             for at, (key, array) in enumerate(zip(keys, arrays, strict=True)):
                 updated[key] = array.at[ids].set(values[:, at], mode="drop")
         arrays = tuple(updated[key] for key in cache.keys)
-        return Cache(arrays=arrays, keys=cache.keys), ()
+        return cache.replace(arrays=arrays), ()
 
     if spec.out:
         return Lowering(read, (cache, ids), cache_argument=None)

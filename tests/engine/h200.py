@@ -59,6 +59,7 @@ def sequence_runner(
     layers=LAYERS,
     *,
     devices=1,
+    mailboxes=False,
     keeps_outputs=False,
     cache_dtype="bfloat16",
     logits_processors=None,
@@ -69,7 +70,7 @@ def sequence_runner(
     """Returns an engine for a small Llama that hands out what it would have compiled; its cache lies on the host.
 
     `changes` are fields of its config that make another model of it; with `keeps_outputs` it may answer full hits.
-    Several `devices` compute the model together.
+    Several `devices` compute the model together, with sums of ours if they have `mailboxes`.
     `logits_processors` are those of an `LLM`, and `drafts` those that the device makes itself. `of` makes another model
     of the decoder.
 
@@ -130,7 +131,22 @@ def sequence_runner(
     made.runner.model = model.running(implementation)
     if devices > 1:
         made.runner.model = TensorParallel(whole.running(implementation), mesh(devices))
+    if mailboxes:
+        give_peers(made.runner.owner, devices)
     return made
+
+
+def give_peers(owner, devices):
+    """Gives a cache on the host the table that GPUs would have, of which only the type counts."""
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jaxkv.models.tensor_parallel import AXIS, tensor_mesh
+    from pallas_kernels.peer_sum.api import peers_shape
+
+    place = NamedSharding(tensor_mesh(devices), PartitionSpec(AXIS))
+    peers = jnp.zeros(peers_shape(devices), jnp.int32, device=place)
+    owner.put(owner.take().replace(peers=peers))
 
 
 def lowerings():
@@ -401,7 +417,25 @@ def report(name, lowering, dump):
         "collectives": re.findall(r" (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", text),
         "custom_calls": re.findall(r'custom_call_target="([^"]+)"', text),
         "early_weights": early_weights(text),
+        "peer_sums": peer_sums(text),
     }
+
+
+def peer_sums(text):
+    """Returns for each sum over the devices by our kernel, in order, how many others it needs the results of."""
+    from jaxkv.programs.hlo import parse_module
+
+    calls = set(re.findall(r"%([\w.\-]+) = [^\n]* custom-call\([^\n]*/peer_sum/", text))
+    found = []
+    for instructions in parse_module(text).computations.values():
+        needed = {}
+        for one in instructions:
+            before = set().union(*(needed.get(name, set()) for name in one.operands))
+            if one.name in calls:
+                found.append(len(before))
+                before |= {one.name}
+            needed[one.name] = before
+    return found
 
 
 def early_weights(text):

@@ -28,6 +28,7 @@ def lowerings():
         "sinks": True,
         "mixture": MixtureConfig(experts=8, top_k=2, size=512, gated=True, biases=True, clamp=7.0),
     }
+    ours = {"mailboxes": True}
     both = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,) * 2, decode=True)
 
     def lowering(devices, spec, changes):
@@ -45,6 +46,11 @@ def lowerings():
         "prefill_2": (2, prompts, {}),
         "multi_step_2": (2, several, {}),
         "experts_decode_2": (2, both, experts),
+        "decode_peers_2": (2, step, ours),
+        "decode_peers_8": (8, step, ours),
+        "prefill_peers_2": (2, prompts, ours),
+        "multi_step_peers_2": (2, several, ours),
+        "experts_decode_peers_2": (2, both, experts | ours),
     }
     sampled = replace(drawn, grammar=True)
     return {

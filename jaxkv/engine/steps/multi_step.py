@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+from jax.sharding import Mesh
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.steps.oom_backoff import OomBackoff
@@ -23,6 +24,7 @@ from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import Features, union
 from jaxkv.weights.quantised.weight_forms import bytes_of_types
+from pallas_kernels.peer_sum.api import MOST_BYTES, why_not_mailboxes
 
 _LOG = logging.getLogger(__name__)
 
@@ -170,6 +172,9 @@ def choose_steps(
         # Of the embeddings and of two products per layer, in 16 bits: signals and two copies, in pieces of `GRANULE`.
         pieces = int(_MOST_SUM_BYTES / (2 * layers + 1) / GRANULE) - 1
         rows = max(0, pieces * GRANULE // (2 * 2 * model.config.hidden_size))
+        if isinstance(model.mesh, Mesh) and why_not_mailboxes(model.mesh) is None:
+            # Sums by way of mailboxes keep nothing for a program.
+            rows = max(rows, MOST_BYTES // (2 * model.config.hidden_size))
     number = _STEPS if bytes_of_types(params) <= small else 1
     return StepsPerLaunch(number, automatic=True, rows_of_several=rows)
 
