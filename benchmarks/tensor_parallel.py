@@ -10,8 +10,8 @@ Weights are random; no device ever holds more than its part of the model and one
 through the engine's programs, which are compiled, and run once, before any is timed. With one step per launch, steps
 are fed from the host and overlapped as in `benchmarks.generate`; with more, an `LLM` generates, and a token's time is
 the difference of a long and a short generation. `--layers` takes some of a model's layers, with embedding and head. A
-sum is that of the hidden states of one step, as each block ends with one. The speedup is that over the first number of
-devices. Record: tensor-parallel-SHAPE.
+sum is that of the hidden states of one step, as each block ends with one, by our kernel and by XLA's. The speedup is
+that over the first number of devices. Record: tensor-parallel-SHAPE.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import SamplingParams
+from jaxkv.layers.shards import Shards
 from jaxkv.llm import LLM
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, read_config, rules_for
@@ -48,6 +49,7 @@ from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.weights.load import expected_shapes
 from jaxkv.weights.quantised.rounding import ROUNDINGS
+from pallas_kernels.peer_sum.api import make_mailboxes, why_not_mailboxes
 
 _SUMS = 64
 """Sums of the shorter of two launches, each of the result of the one before; the longer one has four times as many."""
@@ -56,31 +58,42 @@ _LAUNCHES = 16
 """Launches that are sent one after the other."""
 
 
-def time_sums(mesh: Mesh, tokens: int, width: int, trials: int = 9) -> float:
+def time_sums(
+    mesh: Mesh, tokens: int, width: int, *, peers: jax.Array | None = None, trials: int = 9
+) -> float:
     """Returns the microseconds of one sum over the devices of bfloat16 `[tokens, width]`, the median of `trials`.
 
     It is the difference of short and long launches. Several are sent before the first is waited for, so that what the
-    host does to send them counts nothing either.
+    host does to send them counts nothing either. A product with a number after each sum counts.
+
+    Args:
+        mesh: the devices.
+        tokens: rows of the array.
+        width: columns of the array.
+        peers: `Mailboxes.peers`, for sums by our kernel where it can; `None` for XLA's.
+        trials: number of measurements.
     """
     everywhere = PartitionSpec()
+    shards = Shards(AXIS, mesh.size, splits_vocab=False)
+    table = PartitionSpec(AXIS) if peers is not None else everywhere
 
-    def chain(count: int) -> Callable[[jax.Array], jax.Array]:
-        def run(x: jax.Array) -> jax.Array:
+    def chain(count: int) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
+        def run(x: jax.Array, peers: jax.Array | None) -> jax.Array:
             for _ in range(count):
                 # The next sum needs this one, and the numbers stay small.
-                x = jax.lax.psum(x, AXIS) * jnp.bfloat16(1 / mesh.size)
+                x = shards.summed(x, peers) * jnp.bfloat16(1 / mesh.size)
             return x
 
-        specs = {"mesh": mesh, "in_specs": everywhere, "out_specs": everywhere}
+        specs = {"mesh": mesh, "in_specs": (everywhere, table), "out_specs": everywhere}
         return jax.jit(jax.shard_map(run, **specs, check_vma=False))
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=(tokens, width)), jnp.bfloat16)
     x = jax.device_put(x, jax.sharding.NamedSharding(mesh, everywhere))
 
-    def seconds(run: Callable[[jax.Array], jax.Array]) -> float:
+    def seconds(run: Callable[[jax.Array, jax.Array | None], jax.Array]) -> float:
         out, start = x, time.perf_counter()
         for _ in range(_LAUNCHES):
-            out = run(out)
+            out = run(out, peers)
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / _LAUNCHES
 
@@ -159,6 +172,9 @@ def measured(
         whole, rules, dtype=options.dtype, scheme=None, quantization=quantization
     )
     params = jax.block_until_ready(model.init_params_like(jax.random.key(0), types))
+    boxes = None
+    if mesh is not None and why_not_mailboxes(mesh) is None:
+        boxes = make_mailboxes(mesh)
     rows = []
     for steps in map(int, options.steps_per_launch.split(",")):
         for setting in settings:
@@ -175,7 +191,11 @@ def measured(
             if comparison:
                 row |= {"results": comparison.results, "different": comparison.different}
             row["implementation"] = str(runner.runner.implementation)
-            row["us_per_sum"] = mesh and time_sums(mesh, setting.batch, config.hidden_size)
+            if mesh is not None:
+                size = setting.batch, config.hidden_size
+                row["us_per_xla_sum"] = time_sums(mesh, *size)
+                peers = None if boxes is None else boxes.peers
+                row["us_per_sum"] = time_sums(mesh, *size, peers=peers)
             rows.append(row)
             del runner
     return rows

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -221,7 +221,7 @@ class CacheOwner:
             if isinstance(self._device, Mesh) and why_not_mailboxes(self._device) is None:
                 # Sums of a step that failed may be counted on some devices only, so new ones count from the start.
                 self._mailboxes.append(make_mailboxes(self._device))
-                cache = cache.replace(peers=self._mailboxes[-1].peers)
+                cache = replace(cache, peers=self._mailboxes[-1].peers)
         self._cache = cache
         self._lost = ""
         self._epoch += 1

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class Cache:
                     f"got {new.dtype}{list(new.shape)}"
                 )
             arrays[index] = new
-        return self.replace(arrays=tuple(arrays))
+        return replace(self, arrays=tuple(arrays))
 
     def _layers(self) -> list[int]:
         return sorted({number for number, _ in self.keys})
@@ -148,4 +149,4 @@ def copy_units(
         else array
         for key, array in zip(cache.keys, cache.arrays, strict=True)
     )
-    return cache.replace(arrays=arrays)
+    return replace(cache, arrays=arrays)

@@ -1,6 +1,7 @@
 """`Shards`: the devices of a tensor-parallel model, and the sums over them that its layers need."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.layers.linear import Joining
-from pallas_kernels.peer_sum.api import peer_sum, why_not
+from pallas_kernels.peer_sum.api import peer_sum, peer_sum_weighed, why_not
 from pallas_kernels.skinny_matmul.api import Weighed
 
 
@@ -43,8 +44,11 @@ class Shards:
         return lax.psum(part, self.axis)
 
     def joined(
-        self, part: Float[Array, "tokens width"], joining: Joining, peers: Int[Array, "1 numbers"]
-    ) -> Float[Array, "tokens width"] | Weighed:
+        self,
+        part: Float[Array, "tokens width"],
+        joining: Joining,
+        peers: Int[Array, "1 numbers"] | None,
+    ) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if a norm follows
         """Returns the residual stream after the sum over the devices, as a projection on one device returns it.
 
         Args:
@@ -52,14 +56,11 @@ class Shards:
             joining: the residual stream, and the next norm.
             peers: this device's row of `Cache.peers`; no other sum of the program may run beside it.
         """
-        found = peer_sum(
-            part,
-            peers,
-            residual=joining.hidden,
-            norms=joining.next_norms,
-            norm_row=joining.row,
-        )
-        return Weighed(*found) if isinstance(found, tuple) else found
+        assert peers is not None, "`joins` refuses parts without them"
+        hidden, norms, row = joining
+        if norms is None:
+            return peer_sum(part, peers, residual=hidden)
+        return Weighed(*peer_sum_weighed(part, peers, residual=hidden, norms=norms, norm_row=row))
 
     def joins(self, part: jax.ShapeDtypeStruct, peers: Int[Array, "1 numbers"] | None) -> bool:
         """Returns whether `joined` accepts parts of this type."""

@@ -287,7 +287,7 @@ class Decoder:
         writes: StateWrites | None = None,
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         factor = self.config.multipliers.embedding
-        embeddings = scaled(self._embed(params["embed"], batch.tokens, cache), factor)
+        embeddings = scaled(self._embed(params["embed"], batch.tokens, self._peers(cache)), factor)
         kept: dict[int, Array] = {}
         cache, hidden = self.run_layers(params, cache, batch, embeddings, embeddings, kept, writes)
         normed = self.normed(params, hidden)
@@ -330,7 +330,7 @@ class Decoder:
         hidden = hidden.astype(jnp.float32) if config.wide_residual else hidden
         angles = self._layer_angles(batch)
         tables = self._tables(batch)
-        peers = None if self.implementation == "xla" else cache.peers
+        peers = self._peers(cache)
         next_norms = self._next_norms(params, hidden, peers)
         # Every layer answers for itself when ops are asked what they support, and `writes` holds arrays of this trace.
         normed, traces = None, SharedTraces(shares=not is_asking() and writes is None)
@@ -364,7 +364,7 @@ class Decoder:
                     x = stream.hidden
                     if before:
                         cache, y = self._run_block(before, cache, stream, tables, traces)
-                        x = (hidden + self._summed(y, cache).astype(hidden.dtype)).astype(narrow)
+                        x = (hidden + self._summed(y, peers).astype(hidden.dtype)).astype(narrow)
                     x = x if norm is None else traces.call("norm", self._norm, norm, x)
                 added = []
                 for name in blocks:
@@ -378,7 +378,7 @@ class Decoder:
                     normed = Normed(total, config.norm_eps) if is_weighed else None
                     hidden = total.result if is_weighed else total
                     continue
-                total = self._summed(sum(added[1:], added[0]), cache)
+                total = self._summed(sum(added[1:], added[0]), peers)
                 total = scaled(total, config.multipliers.residual)
                 if after is not None:
                     total = rms_norm(after, total, eps=config.norm_eps)
@@ -388,14 +388,18 @@ class Decoder:
             cache = self._store(cache, layer, "experts", experts, batch)
         return cache, hidden.astype(narrow)
 
-    def _summed(self, part: Float[Array, "tokens hidden_size"], cache: Cache) -> Array:
+    def _peers(self, cache: Cache) -> Int[Array, "1 numbers"] | None:
+        """Returns this device's row of `Cache.peers` if our kernel may sum over the devices, else `None`."""
+        return None if self.implementation == "xla" else cache.peers
+
+    def _summed(
+        self, part: Float[Array, "tokens hidden_size"], peers: Int[Array, "1 numbers"] | None
+    ) -> Array:
         """Returns the sum of a block's output over the devices that compute parts of it.
 
         Each of these sums needs the result of the one before, so none runs beside another one.
         """
-        if self.shards is None:
-            return part
-        return self.shards.summed(part, None if self.implementation == "xla" else cache.peers)
+        return part if self.shards is None else self.shards.summed(part, peers)
 
     def _run_block(
         self,
@@ -508,11 +512,14 @@ class Decoder:
         return iter([*norms[1:], (None, 0)])
 
     def _embed(
-        self, table: Float[Array, "vocab hidden_size"], tokens: Int[Array, " tokens"], cache: Cache
+        self,
+        table: Float[Array, "vocab hidden_size"],
+        tokens: Int[Array, " tokens"],
+        peers: Int[Array, "1 numbers"] | None,
     ) -> Float[Array, "tokens hidden_size"]:
         if self.shards is None or not self.shards.splits_vocab:
             return embed(table, tokens)
-        return self._summed(embed(table, self.shards.own_ids(tokens, table.shape[0])), cache)
+        return self._summed(embed(table, self.shards.own_ids(tokens, table.shape[0])), peers)
 
     def _norm(
         self, weight: Float[Array, " hidden_size"], x: Float[Array, "tokens hidden_size"]

@@ -267,7 +267,8 @@ class TensorParallel:
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         """Returns the cache with the new tokens written, and their hidden states, which all devices have."""
         everywhere = PartitionSpec()
-        pools: Any = cache.replace(
+        pools: Any = replace(
+            cache,
             arrays=tuple(map(self._pool_spec, cache.keys)),
             peers=None if cache.peers is None else PartitionSpec(self._axis),
         )

@@ -5,7 +5,7 @@ Each handles a bucket of units of one group, in all its layers.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def swap_lowering(
             for at, (key, array) in enumerate(zip(keys, arrays, strict=True)):
                 updated[key] = array.at[ids].set(values[:, at], mode="drop")
         arrays = tuple(updated[key] for key in cache.keys)
-        return cache.replace(arrays=arrays), ()
+        return replace(cache, arrays=arrays), ()
 
     if spec.out:
         return Lowering(read, (cache, ids), cache_argument=None)

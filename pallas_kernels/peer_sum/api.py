@@ -5,7 +5,8 @@ sets the sum's node in every GPU's graph anew before each launch. Here all sums 
 GPU, whose address is data, and count themselves on the device.
 """
 
-from jaxtyping import Array, Int, Shaped
+import jax
+from jaxtyping import Array, Float32, Int, Shaped
 
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
@@ -25,6 +26,7 @@ __all__ = [
     "mailbox_bytes",
     "make_mailboxes",
     "peer_sum",
+    "peer_sum_weighed",
     "peers_shape",
     "why_not",
     "why_not_mailboxes",
@@ -36,9 +38,7 @@ def peer_sum(
     peers: Int[Array, "1 numbers"],
     *,
     residual: Shaped[Array, "rows width"] | None = None,
-    norms: Shaped[Array, "norms width"] | None = None,
-    norm_row: int = 0,
-) -> Array | tuple[Array, Array, Array]:
+) -> Shaped[Array, "rows width"]:
     """Returns the sum of a float array over devices, with the same bits on each.
 
     Every device must call it for arrays of the same shapes in the same order, and no sum of a program may run beside
@@ -52,34 +52,59 @@ def peer_sum(
         part: this device's part, under `jax.shard_map`: bfloat16, float16 or float32, of at most `MOST_BYTES`, a
             multiple of 8.
         peers: this device's row of `Mailboxes.peers`.
-        residual: an array that all devices have, of the same dtype, which is added after the parts and before the
-            rounding; `None` for nothing.
-        norms: weights of RMSNorms, of the same dtype; `None` to return the sum alone.
-        norm_row: the row of `norms` that is the weight of the norm after the sum.
-
-    Returns:
-        The sum. With `norms`, also the rounded sum times the norm's weight, and float32 sums `[parts, rows]` of the
-        rounded sum's squares: what `skinny_matmul` takes as `x` and `squares`.
+        residual: an array of the same dtype that all devices have. It is added after the parts, before the rounding;
+            `None` for nothing.
 
     Raises:
         ValueError: the kernel does not support the shape, dtype or device, see `why_not`.
     """
-    for name, given in (("residual", residual), ("norms", norms)):
+    _check(part, residual=residual)
+    check_kernel(why_not(part))
+    return mosaic_gpu.peer_sum(part, peers, residual)[0]
+
+
+def peer_sum_weighed(
+    part: Shaped[Array, "rows width"],
+    peers: Int[Array, "1 numbers"],
+    *,
+    residual: Shaped[Array, "rows width"],
+    norms: Shaped[Array, "norms width"],
+    norm_row: int,
+) -> tuple[Shaped[Array, "rows width"], Shaped[Array, "rows width"], Float32[Array, "parts rows"]]:
+    """Returns `peer_sum`, its product with the weight of an RMSNorm, and sums of its squares over parts of its columns.
+
+    The norm lacks its division then, which `skinny_matmul` does: give it the product as `x`, and the sums as `squares`.
+
+    Args:
+        part: as for `peer_sum`; its rows are multiples of 256 bytes.
+        peers: as for `peer_sum`.
+        residual: as for `peer_sum`.
+        norms: weights of norms, of the same dtype.
+        norm_row: the row of `norms` that is the weight of this norm.
+
+    Raises:
+        ValueError: the kernel does not support the shape, dtype or device, see `why_not`.
+    """
+    _check(part, residual=residual, norms=norms)
+    check_kernel(why_not(part, weighs=True))
+    out, weighed, squares = mosaic_gpu.peer_sum(part, peers, residual, norms, norm_row=norm_row)
+    return out, weighed, squares
+
+
+def why_not(part: jax.Array | jax.ShapeDtypeStruct, *, weighs: bool = False) -> str | None:
+    """Returns why the kernel cannot sum an array, or `None` if it can; reads its shape and dtype only.
+
+    Args:
+        part: the array `[rows, width]`, or its type.
+        weighs: whether `peer_sum_weighed` gets it.
+    """
+    return why_not_mosaic() or mosaic_gpu.refusal(part, weighs=weighs)
+
+
+def _check(part: jax.Array, **others: jax.Array | None) -> None:
+    for name, given in others.items():
         if given is not None and (given.dtype, given.shape[1]) != (part.dtype, part.shape[1]):
             raise ValueError(
                 f"{name} must have rows of {part.shape[1]} numbers of {part.dtype}, like the part, got "
                 f"{given.dtype}{list(given.shape)}"
             )
-    check_kernel(why_not(part, weighs=norms is not None))
-    found = mosaic_gpu.peer_sum(part, peers, residual, norms, norm_row=norm_row)
-    return found[0] if norms is None else (found[0], found[1], found[2])
-
-
-def why_not(part: Shaped[Array, "rows width"], *, weighs: bool = False) -> str | None:
-    """Returns why the kernel cannot sum an array, or `None` if it can; reads its shape and dtype only.
-
-    Args:
-        part: the array, or its type.
-        weighs: whether `peer_sum` would get `norms`.
-    """
-    return why_not_mosaic() or mosaic_gpu.refusal(part, weighs=weighs)

@@ -101,8 +101,8 @@ class Geometry:
         return [*operands, "out", *["weighed", "squares"] * self.weighs]
 
 
-def refusal(part: Shaped[Array, "rows width"], *, weighs: bool = False) -> str | None:
-    """Returns why the kernel cannot sum an array, and weigh it for a norm, or `None` if it can."""
+def refusal(part: jax.Array | jax.ShapeDtypeStruct, *, weighs: bool = False) -> str | None:
+    """Returns why the kernel cannot sum `[rows, width]`, and weigh it for a norm, or `None` if it can."""
     of_warp = _WARP * _WORD // part.dtype.itemsize
     if weighs and part.shape[1] % of_warp:
         return f"weighs rows of a multiple of {of_warp} numbers, got {part.shape[1]}"

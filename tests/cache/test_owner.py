@@ -1,16 +1,23 @@
 """The owner of the live cache: which failed steps it survives, and the errors of a lost cache."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.cache.owner import CacheOwner
+from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import Cache
+from jaxkv.cache.variants import gqa, place
 from jaxkv.errors import CacheLeased, CachePoisoned
+from pallas_kernels.peer_sum.api import Mailboxes, peers_shape
 from tests.cache.layouts import counts_of, hybrid
+from tests.devices import needs_devices
 
 LAYOUT = hybrid()
 COUNTS = counts_of(LAYOUT, 3)
@@ -312,3 +319,55 @@ def test_a_lost_cache_is_asked_for_too_so_that_its_memory_goes(owner):
     owner.lend_until_asked(lambda: asked.append(owner.poisoned))
     owner.poison("the device is broken")
     assert asked == [True]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Lets the host's devices have mailboxes; returns those that were made."""
+    made = []
+
+    def make(mesh):
+        place = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+        peers = jnp.full(peers_shape(mesh.size), len(made), jnp.int32, device=place)
+        made.append(Mailboxes(jnp.zeros((mesh.size, 8), jnp.int32, device=place), peers))
+        return made[-1]
+
+    monkeypatch.setattr("jaxkv.cache.owner.why_not_mailboxes", lambda mesh: None)
+    monkeypatch.setattr("jaxkv.cache.owner.make_mailboxes", make)
+    return made
+
+
+def over_two():
+    layout = group_layers(place([gqa(2, 4, dtype="float32", page_size=4)]))
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("tensor",))
+    return CacheOwner(layout, counts_of(layout, 3), device=mesh)
+
+
+@needs_devices(2)
+def test_a_cache_over_gpus_has_mailboxes_and_a_rebuilt_one_has_new_ones(made):
+    """Some devices may have counted sums of a failed step. Old ones stay: a device may still write to them."""
+    owner = over_two()
+    owner.run(jax.jit(lambda cache: (cache, ()), donate_argnums=0))
+    assert (np.asarray(owner.handle().cache.peers) == 0).all()
+    owner.poison("lost")
+    owner.rebuild()
+    assert len(made) == 2
+    assert (np.asarray(owner.handle().cache.peers) == 1).all()
+    assert not any(one.memory.is_deleted() for one in made)
+    owner.close()
+    owner.rebuild()
+    assert (np.asarray(owner.handle().cache.peers) == 2).all()
+
+
+@needs_devices(2)
+def test_a_successor_without_peers_is_refused(made):
+    owner = over_two()
+    cache = owner.take()
+    with pytest.raises(ValueError, match="without its `peers`"):
+        owner.put(replace(cache, peers=None))
+    owner.put(cache)
+
+
+@needs_devices(2)
+def test_devices_that_cannot_have_mailboxes_have_none():
+    assert over_two().handle().cache.peers is None

@@ -146,7 +146,7 @@ def give_peers(owner, devices):
 
     place = NamedSharding(tensor_mesh(devices), PartitionSpec(AXIS))
     peers = jnp.zeros(peers_shape(devices), jnp.int32, device=place)
-    owner.put(owner.take().replace(peers=peers))
+    owner.put(dataclasses.replace(owner.take(), peers=peers))
 
 
 def lowerings():

@@ -65,6 +65,11 @@ MORE_DIVIDED = (
     "devices_multi_step_2",
     "devices_experts_decode_2",
 )
+PEERS = (
+    *("devices_decode_peers_2", "devices_decode_peers_8", "devices_prefill_peers_2"),
+    *("devices_multi_step_peers_2", "devices_experts_decode_peers_2"),
+)
+"""Programs whose sums go by way of mailboxes."""
 SAMPLES = "devices_sample_2"
 # Exchanges of the sampler. A greedy one needs the largest logit and its id; a draw another maximum; log-probabilities
 # the chosen logit, the largest ones and their ids, and two for the sum of exponentials. Filters of few rows need all
@@ -83,6 +88,7 @@ SLOW_BATCHES = (
     MORE_HYBRID,
     LATENT,
     (DIVIDED, *MORE_DIVIDED, SAMPLES),
+    PEERS,
 )
 """Slow programs that one process compiles."""
 
@@ -162,7 +168,7 @@ def each(*names):
     return pytest.mark.parametrize("name", marked)
 
 
-@each(*GOOD, *BESIDE, *HOST, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED, SAMPLES)
+@each(*GOOD, *BESIDE, *HOST, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED, *PEERS, SAMPLES)
 def test_a_program_updates_its_cache_in_place_on_an_h200(report, name):
     # Every leaf of the cache is its own output, and no pool is copied: pages, states, latents, records and index keys.
     found = report(name)
@@ -203,7 +209,7 @@ def test_the_best_step_writes_attends_and_multiplies_in_kernels_of_ours(report, 
     assert report(name)["custom_calls"].count("mosaic_gpu_v2") == KERNELS[name]
 
 
-@each(*GOOD, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED)
+@each(*GOOD, *DRAFTS, *OTHERS, DIVIDED, *MORE_DIVIDED, *PEERS)
 def test_weights_that_are_copied_early_are_made_by_no_kernel(report, name):
     """The previous kernel could still write what it makes."""
     assert set(report(name)["early_weights"]) <= {"argument", "argument of a loop"}
@@ -236,14 +242,23 @@ def test_several_devices_exchange_one_sum_per_block_by_a_kernel_over_peer_memory
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="JAX 0.11 puts sums between command buffers"
 )
-@each(DIVIDED, *MORE_DIVIDED, SAMPLES)
+@each(DIVIDED, *MORE_DIVIDED, *PEERS, SAMPLES)
 def test_several_devices_run_a_step_as_one_command_buffer_with_its_sums(report, name):
     found = report(name)
     assert "kCollectiveKernel" not in found["outside"]
-    if name == "devices_multi_step_2":
+    if name.startswith("devices_multi_step"):
         assert (found["command_buffers"], found["outside"].count("kWhile")) == (2, 1)
     else:
         assert (found["command_buffers"], found["outside"]) == (1, [])
+
+
+@each(*PEERS)
+def test_sums_of_blocks_go_by_way_of_mailboxes_one_after_the_other(report, name):
+    """Each needs all before it, since a mailbox holds one sum. XLA exchanges the largest logits and their ids."""
+    found = report(name)
+    assert found["peer_sums"] == list(range(1 + 2 * 2))
+    assert found["collectives"] == ["all-reduce"] * 2
+    assert found["sum_bytes"] == 2 * 2 * 2 * 2**20
 
 
 def test_no_matrix_of_an_expert_is_copied(report):

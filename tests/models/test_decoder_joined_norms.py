@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxkv.config.blocks import Multipliers
 from jaxkv.models import decoder
 from jaxkv.models.registry import build_model, read_config
+from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
+from pallas_kernels.peer_sum.api import peers_shape
+from pallas_kernels.skinny_matmul.weighed import weigh
+from tests.devices import needs_devices
 from tests.layers.jaxprs import equations
 from tests.models.driver import Driver, run_step
 from tests.models.test_decoder import SMALL, TINY, prompt
@@ -86,3 +91,56 @@ def test_models_that_do_more_between_two_blocks_keep_their_norms():
     ):
         other = build_model(changed, implementation="mosaic_gpu")
         assert other._next_norms(params, hidden, None) is None
+
+
+@pytest.fixture
+def mailboxes(monkeypatch):
+    """Makes XLA compute what the kernel of `peer_sum` computes on GPUs; returns the names of what each call got."""
+    calls = []
+
+    def summed(part, peers, *, residual=None):
+        assert peers.shape == (1, peers_shape(2)[1])
+        calls.append([] if residual is None else ["residual"])
+        total = lax.psum(part, AXIS)
+        return total if residual is None else total + residual
+
+    def weighed(part, peers, *, residual, norms, norm_row):
+        total = summed(part, peers, residual=residual)
+        calls[-1].append("norms")
+        return tuple(weigh(total, norms[norm_row]))
+
+    monkeypatch.setattr("jaxkv.layers.shards.peer_sum", summed)
+    monkeypatch.setattr("jaxkv.layers.shards.peer_sum_weighed", weighed)
+    monkeypatch.setattr("jaxkv.layers.shards.why_not", lambda part, *, weighs=False: None)
+    return calls
+
+
+@needs_devices(2)
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_sums_over_devices_by_way_of_mailboxes_join_and_weigh(joined, mailboxes, has_peers):
+    """Logits are those of one device. Without mailboxes XLA adds up, and norms stay on their own."""
+    model = build_model(read_config(PLAIN | LLAMA | {"vocab_size": 64}))
+    params, tokens = drawn(model), [prompt(5), prompt(7, 1), prompt(3, 2)]
+    split = TensorParallel(model, tensor_mesh(2))
+    alone, several = Driver(model, params, **SMALL), Driver(split, split.divided(params), **SMALL)
+    if has_peers:
+        several.cache = replace(several.cache, peers=jnp.zeros(peers_shape(2), jnp.int32))
+    said, wanted = several.prefill(tokens), alone.prefill(tokens)
+    # The embeddings, and two blocks of each layer; no norm follows the last one in its layer.
+    of_layers = [["residual", "norms"]] * (2 * model.num_layers - 1) + [["residual"]]
+    assert mailboxes == ([[], *of_layers] if has_peers else [])
+    assert (several.cache.peers is not None) == has_peers
+    for ours, theirs in zip(said, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    ours, theirs = several.decode([3, 4, 5]), alone.decode([3, 4, 5])
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@needs_devices(2)
+def test_a_model_on_xla_alone_uses_no_mailboxes(mailboxes):
+    model = build_model(read_config(PLAIN | LLAMA), implementation="xla")
+    split = TensorParallel(model, tensor_mesh(2))
+    driver = Driver(split, split.divided(drawn(model)), **SMALL)
+    driver.cache = replace(driver.cache, peers=jnp.zeros(peers_shape(2), jnp.int32))
+    driver.prefill([prompt(5)])
+    assert mailboxes == []

@@ -7,7 +7,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.models.tensor_parallel import AXIS, tensor_mesh
-from pallas_kernels.peer_sum.api import MOST_BYTES, make_mailboxes, peer_sum, why_not_mailboxes
+from pallas_kernels.peer_sum.api import (
+    MOST_BYTES,
+    make_mailboxes,
+    peer_sum,
+    peer_sum_weighed,
+    why_not_mailboxes,
+)
 from tests.devices import needs_devices
 
 pytestmark = [pytest.mark.gpu, needs_devices(2)]
@@ -32,11 +38,11 @@ def of_each(mesh, arrays):
     return jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(AXIS)))
 
 
-def summed(mesh, mailboxes, parts, **changes):
+def summed(mesh, mailboxes, parts, function=peer_sum, **changes):
     """Returns the results of all devices, one after the other."""
 
     def run(part, peers):
-        found = peer_sum(part[0], peers, **changes)
+        found = function(part[0], peers, **changes)
         return jax.tree.map(lambda one: one[None], found)
 
     split = PartitionSpec(AXIS)
@@ -70,8 +76,8 @@ def test_the_residual_joins_and_the_next_norm_weighs(mesh, mailboxes, rows, dtyp
     width = 5120
     parts, [residual] = drawn(mesh.size, (rows, width), dtype), drawn(1, (rows, width), dtype, 1)
     norms = drawn(2, (width,), dtype, 2)
-    found = summed(mesh, mailboxes, parts, residual=residual, norms=norms, norm_row=1)
-    out, weighed, squares = found
+    given = {"residual": residual, "norms": norms, "norm_row": 1}
+    out, weighed, squares = summed(mesh, mailboxes, parts, peer_sum_weighed, **given)
     wanted = rounded([*parts, residual], dtype)
     np.testing.assert_array_equal(out, np.stack([wanted] * mesh.size))
     wide = wanted.astype(np.float32)
