@@ -69,7 +69,7 @@ from jaxkv.models.registry import (
     load_params,
     resolve_dtype,
 )
-from jaxkv.models.tensor_parallel import TensorParallel, over_devices, spans_processes
+from jaxkv.models.tensor_parallel import TensorParallel, mailbox_room, over_devices, spans_processes
 from jaxkv.monitoring.stats import Stats, collect_stats
 from jaxkv.plan import (
     bytes_of_types,
@@ -538,7 +538,7 @@ class LLM:
             strict=programs.strict,
             progress=self._progress,
         )
-        weights += stack_bytes(model, lora, dtype)
+        weights += stack_bytes(model, lora, dtype) + mailbox_room(model)
         free, hosts = free_bytes(cache.memory_share, weights=weights), None
         if spans_processes(model):
             refuse_on_hosts(cache, lora)

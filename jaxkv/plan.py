@@ -35,7 +35,7 @@ from jaxkv.models.hf_config.ignored_keys import describe_ignored
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import build_model, expected_params, load_config, resolve_dtype
-from jaxkv.models.tensor_parallel import TensorParallel, over_devices
+from jaxkv.models.tensor_parallel import TensorParallel, mailbox_room, over_devices
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import Cost, cost_name, read_costs
 from jaxkv.programs.jax_cache import enable_compile_cache
@@ -258,7 +258,7 @@ def explain_plan(
     if divided is not None:
         params = divided.divided_types(params)
     weights = bytes_of_types(params) if holds_weights else 0
-    free_bytes = _for_cache(free_bytes, weights, cache.memory_share)
+    free_bytes = _for_cache(free_bytes, weights + mailbox_room(model), cache.memory_share)
     processors = register_processors(
         logits_processors, vocab_size=model.vocab_size, max_tokens=length
     )

@@ -1,7 +1,6 @@
 """The owner of the cache's arrays between steps. It records whether a failed step has deleted them."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +9,9 @@ from jax.sharding import Mesh, Sharding
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.cache.state import Cache, init_cache
-from jaxkv.errors import STEP_FAILURES, CacheLeased, CachePoisoned
+from jaxkv.errors import CacheLeased, CachePoisoned
 from jaxkv.memory import named_exhaustion
-from pallas_kernels.peer_sum.api import Mailboxes, make_mailboxes, why_not_mailboxes
+from pallas_kernels.peer_sum.api import Mailboxes, make_mailboxes
 
 
 class CacheOwner:
@@ -22,6 +21,7 @@ class CacheOwner:
         layout: the groups.
         counts: group name -> number of pages or states.
         device: where the arrays are, see `init_cache`.
+        mailboxes: whether the devices of a mesh have mailboxes for sums over them (`Cache.peers`).
 
     Attributes:
         announce: called with "rebuild" or "close" before the cache is replaced or freed; `None` for nothing.
@@ -36,6 +36,7 @@ class CacheOwner:
         counts: Mapping[str, int],
         *,
         device: jax.Device | Sharding | Mesh | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        mailboxes: bool = False,
     ) -> None:
         self.layout = layout
         self.counts = dict(counts)
@@ -48,8 +49,8 @@ class CacheOwner:
         self._accepted: tuple[tuple, list] = ((), [])
         """Keys and abstract values of the last cache that passed the comparison with `_kinds`."""
         self._cache: Cache | None = None
-        self._mailboxes: list[Mailboxes] = []
-        """Those of the cache, after those of caches that were lost, to which a device may still write."""
+        self._has_mailboxes = mailboxes
+        self._mailboxes: Mailboxes | None = None
         self._lost = ""
         self._cause: BaseException | None = None
         self._borrower = ""
@@ -168,7 +169,7 @@ class CacheOwner:
                     f"the step returned the arrays {_kinds(cache)}, wanted {self._kinds}"
                 )
             self._accepted = given
-        if self._mailboxes and cache.peers is None:
+        if self._mailboxes is not None and cache.peers is None:
             raise ValueError("the step returned the cache without its `peers`")
         self._cache = cache
         self._borrower = ""
@@ -198,12 +199,8 @@ class CacheOwner:
             self.announce("close")
         self._ask_back()
         cache = self._cache
-        if cache is not None and self._mailboxes:
-            # JAX does not know which programs write to mailboxes, and would give their memory to others.
-            with suppress(*STEP_FAILURES):
-                jax.block_until_ready(cache.arrays)
-            self._mailboxes.clear()
         self.poison("it was freed")
+        self._mailboxes = None
         for array in () if cache is None else cache.arrays:
             array.delete()
 
@@ -218,10 +215,11 @@ class CacheOwner:
         num_bytes = sum(array.nbytes for array in self.layout.arrays(self.counts))
         with named_exhaustion(f"making a cache of {num_bytes:,} bytes"):
             cache = init_cache(self.layout, self.counts, device=self._device)
-            if isinstance(self._device, Mesh) and why_not_mailboxes(self._device) is None:
+            if self._has_mailboxes:
+                assert isinstance(self._device, Mesh), "mailboxes are those of several devices"
                 # Sums of a step that failed may be counted on some devices only, so new ones count from the start.
-                self._mailboxes.append(make_mailboxes(self._device))
-                cache = replace(cache, peers=self._mailboxes[-1].peers)
+                self._mailboxes = make_mailboxes(self._device)
+                cache = replace(cache, peers=self._mailboxes.peers)
         self._cache = cache
         self._lost = ""
         self._epoch += 1

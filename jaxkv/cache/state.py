@@ -27,7 +27,8 @@ class Cache:
         arrays: one array per key, in the layout's order, see `CacheLayout.arrays`.
         keys: (layer, role) of each array; static.
         peers: by which the GPUs of a tensor-parallel model reach each other's mailboxes (`Mailboxes.peers`); `None`
-            where XLA adds up all sums over devices.
+            where XLA adds up all sums over devices. A mailbox holds one sum, so a program must not compute two forward
+            passes with the same cache of which neither needs the other's result.
     """
 
     arrays: tuple[Array, ...]

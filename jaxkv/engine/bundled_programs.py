@@ -27,7 +27,7 @@ from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model
-from jaxkv.models.tensor_parallel import TensorParallel, mesh_of, spans_processes
+from jaxkv.models.tensor_parallel import TensorParallel, has_mailboxes, mesh_of, spans_processes
 from jaxkv.offload.programs import SwapSpec
 from jaxkv.programs.bundle import Bundle, Facts, facts_of, write_bundle
 from jaxkv.programs.fingerprint import environment
@@ -100,6 +100,7 @@ def plan_facts(
         "jaxkv_sources": _sources(),
         **environment(_devices(model)),
         "mesh": None if mesh is None else facts_of(mesh.shape),
+        "mailboxes": has_mailboxes(model),
         "model": architecture,
         "max_model_len": max_model_len,
         "cache": {name: options[name] for name in options if name not in _PLANNED},

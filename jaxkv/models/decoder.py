@@ -504,6 +504,8 @@ class Decoder:
         sums = self.shards is None or self.shards.joins(part, peers)
         if not (few and plain and joins and sums):
             return None
+        if self.shards is not None and any(one["norms"].dtype != hidden.dtype for one in layers):
+            return None
         norms = [
             (weights["norms"], row)
             for weights, stages in zip(layers, config.pattern, strict=True)

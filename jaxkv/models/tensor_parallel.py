@@ -33,6 +33,7 @@ from jaxkv.sampling.sample import Sampled, SamplingState, sample
 from jaxkv.sampling.vocab import Vocab
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.peer_sum.api import mailbox_bytes, why_not_mailboxes
 
 AXIS = "tensor"
 """Name of the mesh axis."""
@@ -73,6 +74,23 @@ def mesh_of(model: Model) -> Mesh | None:
     """Returns the devices that divide a model's cache; `None` for a model on one device."""
     mesh = model.mesh if isinstance(model, TensorParallel) else None
     return mesh if isinstance(mesh, Mesh) else None
+
+
+def has_mailboxes(model: Model) -> bool:
+    """Returns whether our kernel computes sums over a model's devices, by way of mailboxes (`Cache.peers`).
+
+    Of a planned model it tells whether it would, with devices like the default one.
+    """
+    if not isinstance(model, TensorParallel) or model.implementation == "xla":
+        return False
+    return why_not_mailboxes(model.mesh) is None
+
+
+def mailbox_room(model: Model) -> int:
+    """Returns the bytes of a mailbox on each of a model's devices; 0 if they have none."""
+    if not isinstance(model, TensorParallel) or not has_mailboxes(model):
+        return 0
+    return mailbox_bytes(model.count)
 
 
 def spans_processes(model: Model) -> bool:

@@ -18,7 +18,7 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import rules_for
-from jaxkv.models.tensor_parallel import TensorParallel, mesh_of
+from jaxkv.models.tensor_parallel import TensorParallel, has_mailboxes, mesh_of
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.adapter_stacks import AdapterStacks
@@ -86,7 +86,8 @@ class ModelRunner:
         self.processors = processors
         self.adapters = adapters
         self.hosts = hosts
-        self.owner = CacheOwner(layout, counts, device=mesh_of(model))
+        mailboxes = has_mailboxes(self.model)
+        self.owner = CacheOwner(layout, counts, device=mesh_of(model), mailboxes=mailboxes)
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}

@@ -8,6 +8,7 @@ GPU, whose address is data, and count themselves on the device.
 import jax
 from jaxtyping import Array, Float32, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.peer_sum import mosaic_gpu
@@ -58,7 +59,7 @@ def peer_sum(
     Raises:
         ValueError: the kernel does not support the shape, dtype or device, see `why_not`.
     """
-    _check(part, residual=residual)
+    _check_residual(part, residual)
     check_kernel(why_not(part))
     return mosaic_gpu.peer_sum(part, peers, residual)[0]
 
@@ -85,13 +86,18 @@ def peer_sum_weighed(
     Raises:
         ValueError: the kernel does not support the shape, dtype or device, see `why_not`.
     """
-    _check(part, residual=residual, norms=norms)
+    _check_residual(part, residual)
+    if (norms.dtype, norms.shape[1]) != (part.dtype, part.shape[1]) or norm_row >= len(norms):
+        raise ValueError(
+            f"norms must have a row {norm_row} of {part.shape[1]} numbers of {part.dtype}, got "
+            f"{norms.dtype}{list(norms.shape)}"
+        )
     check_kernel(why_not(part, weighs=True))
     out, weighed, squares = mosaic_gpu.peer_sum(part, peers, residual, norms, norm_row=norm_row)
     return out, weighed, squares
 
 
-def why_not(part: jax.Array | jax.ShapeDtypeStruct, *, weighs: bool = False) -> str | None:
+def why_not(part: Shaped[ArrayOrStruct, "rows width"], *, weighs: bool = False) -> str | None:
     """Returns why the kernel cannot sum an array, or `None` if it can; reads its shape and dtype only.
 
     Args:
@@ -101,10 +107,9 @@ def why_not(part: jax.Array | jax.ShapeDtypeStruct, *, weighs: bool = False) -> 
     return why_not_mosaic() or mosaic_gpu.refusal(part, weighs=weighs)
 
 
-def _check(part: jax.Array, **others: jax.Array | None) -> None:
-    for name, given in others.items():
-        if given is not None and (given.dtype, given.shape[1]) != (part.dtype, part.shape[1]):
-            raise ValueError(
-                f"{name} must have rows of {part.shape[1]} numbers of {part.dtype}, like the part, got "
-                f"{given.dtype}{list(given.shape)}"
-            )
+def _check_residual(part: jax.Array, residual: jax.Array | None) -> None:
+    if residual is not None and (residual.dtype, residual.shape) != (part.dtype, part.shape):
+        raise ValueError(
+            f"residual must be {part.dtype}{list(part.shape)} like the part, got "
+            f"{residual.dtype}{list(residual.shape)}"
+        )

@@ -5,21 +5,23 @@ lets each of them access the memory of the others, so an address is all that a k
 """
 
 import ctypes
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from pallas_kernels.device import HOPPER, gpu_arch
+from pallas_kernels.device import why_not_mosaic
 
 MOST_BYTES = 4 * 2**20
 """Most bytes of an array that mailboxes carry."""
 
 BLOCKS = 128
-"""Counters of a mailbox, one for each block of the largest launch."""
+"""Most blocks of a launch, and counters of a mailbox."""
 
 HEADER = 4 * BLOCKS
 """Bytes before a mailbox's slots: the counters."""
@@ -33,8 +35,8 @@ class Mailboxes:
     """The mailboxes of the devices of a mesh, all empty at first.
 
     Attributes:
-        memory: int32 `[devices, words]`, one mailbox on each device. No program has it as an argument, so it must be
-            kept until all programs that were given `peers` have ended.
+        memory: int32 `[devices, words]`, one mailbox on each device. No program has it as an argument. Once nothing
+            refers to the mailboxes, it is freed after all programs that are in flight on the devices.
         peers: int32 `[devices, 2 + 2 * devices]`, a row on each device: its number, a zero, and the addresses of all
             mailboxes in the order of the mesh, two words each.
     """
@@ -53,17 +55,23 @@ def peers_shape(devices: int) -> tuple[int, int]:
     return devices, 2 + 2 * devices
 
 
-def why_not_mailboxes(mesh: Mesh) -> str | None:
-    """Returns why the devices of a mesh cannot have mailboxes, or `None` if they can."""
-    devices = list(mesh.devices.flat)
-    if len(devices) == 1:
+def why_not_mailboxes(mesh: Mesh | AbstractMesh) -> str | None:
+    """Returns why the devices of a mesh cannot have mailboxes, or `None` if they can.
+
+    Those of an abstract mesh are taken for such as the default device, in one process.
+    """
+    if mesh.size == 1:
         return "there is one device"
+    if isinstance(mesh, AbstractMesh):
+        return why_not_mosaic()
     if mesh.is_multi_process:
         return "the devices are those of several processes, which have spaces of addresses of their own"
+    devices = list(mesh.devices.flat)
     for device in devices:
         with jax.default_device(device):
-            if gpu_arch() != HOPPER:
-                return f"{device} is no sm{HOPPER} GPU"
+            refusal = why_not_mosaic()
+        if refusal is not None:
+            return refusal
     return _why_not_peers([device.local_hardware_id for device in devices])
 
 
@@ -79,7 +87,17 @@ def make_mailboxes(mesh: Mesh) -> Mailboxes:
     table = np.zeros(peers_shape(devices), np.int32)
     table[:, 0] = np.arange(devices)
     table[:, 2:] = addresses.view(np.int32)
-    return Mailboxes(memory, jax.device_put(table, sharding))
+    mailboxes = Mailboxes(memory, jax.device_put(table, sharding))
+    weakref.finalize(mailboxes, _free, memory).atexit = False
+    return mailboxes
+
+
+def _free(memory: Array) -> None:
+    """Frees mailboxes. JAX does not know which programs write to them, and would give the memory to others."""
+    with suppress(RuntimeError):
+        # Runs on each device after all that it was given before.
+        jax.block_until_ready(jnp.zeros(memory.shape[0], jnp.int32, device=memory.sharding))
+        memory.delete()
 
 
 def _why_not_peers(ordinals: list[int]) -> str | None:

@@ -20,6 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.mosaic.dialects import (
     Value,
     add,
@@ -101,7 +102,7 @@ class Geometry:
         return [*operands, "out", *["weighed", "squares"] * self.weighs]
 
 
-def refusal(part: jax.Array | jax.ShapeDtypeStruct, *, weighs: bool = False) -> str | None:
+def refusal(part: Shaped[ArrayOrStruct, "rows width"], *, weighs: bool = False) -> str | None:
     """Returns why the kernel cannot sum `[rows, width]`, and weigh it for a norm, or `None` if it can."""
     of_warp = _WARP * _WORD // part.dtype.itemsize
     if weighs and part.shape[1] % of_warp:

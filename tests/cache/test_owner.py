@@ -1,5 +1,6 @@
 """The owner of the live cache: which failed steps it survives, and the errors of a lost cache."""
 
+import weakref
 from dataclasses import replace
 
 import chex
@@ -323,29 +324,29 @@ def test_a_lost_cache_is_asked_for_too_so_that_its_memory_goes(owner):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Lets the host's devices have mailboxes; returns those that were made."""
+    """Lets the host's devices have mailboxes; returns weak references to those that were made."""
     made = []
 
     def make(mesh):
         place = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
         peers = jnp.full(peers_shape(mesh.size), len(made), jnp.int32, device=place)
-        made.append(Mailboxes(jnp.zeros((mesh.size, 8), jnp.int32, device=place), peers))
-        return made[-1]
+        mailboxes = Mailboxes(jnp.zeros((mesh.size, 8), jnp.int32, device=place), peers)
+        made.append(weakref.ref(mailboxes))
+        return mailboxes
 
-    monkeypatch.setattr("jaxkv.cache.owner.why_not_mailboxes", lambda mesh: None)
     monkeypatch.setattr("jaxkv.cache.owner.make_mailboxes", make)
     return made
 
 
-def over_two():
+def over_two(*, mailboxes=True):
     layout = group_layers(place([gqa(2, 4, dtype="float32", page_size=4)]))
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("tensor",))
-    return CacheOwner(layout, counts_of(layout, 3), device=mesh)
+    return CacheOwner(layout, counts_of(layout, 3), device=mesh, mailboxes=mailboxes)
 
 
 @needs_devices(2)
 def test_a_cache_over_gpus_has_mailboxes_and_a_rebuilt_one_has_new_ones(made):
-    """Some devices may have counted sums of a failed step. Old ones stay: a device may still write to them."""
+    """Some devices may have counted sums of a failed step."""
     owner = over_two()
     owner.run(jax.jit(lambda cache: (cache, ()), donate_argnums=0))
     assert (np.asarray(owner.handle().cache.peers) == 0).all()
@@ -353,8 +354,9 @@ def test_a_cache_over_gpus_has_mailboxes_and_a_rebuilt_one_has_new_ones(made):
     owner.rebuild()
     assert len(made) == 2
     assert (np.asarray(owner.handle().cache.peers) == 1).all()
-    assert not any(one.memory.is_deleted() for one in made)
+    assert [one() is None for one in made] == [True, False]
     owner.close()
+    assert made[1]() is None
     owner.rebuild()
     assert (np.asarray(owner.handle().cache.peers) == 2).all()
 
@@ -369,5 +371,6 @@ def test_a_successor_without_peers_is_refused(made):
 
 
 @needs_devices(2)
-def test_devices_that_cannot_have_mailboxes_have_none():
-    assert over_two().handle().cache.peers is None
+def test_devices_without_mailboxes_have_no_peers(made):
+    assert over_two(mailboxes=False).handle().cache.peers is None
+    assert made == []

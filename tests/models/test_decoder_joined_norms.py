@@ -144,3 +144,13 @@ def test_a_model_on_xla_alone_uses_no_mailboxes(mailboxes):
     driver.cache = replace(driver.cache, peers=jnp.zeros(peers_shape(2), jnp.int32))
     driver.prefill([prompt(5)])
     assert mailboxes == []
+
+
+@needs_devices(2)
+def test_norms_of_another_dtype_than_the_activations_join_no_sum(mailboxes):
+    """The kernel multiplies numbers of one dtype."""
+    model = build_model(read_config(PLAIN | LLAMA), implementation="mosaic_gpu")
+    part = TensorParallel(model, tensor_mesh(2)).part
+    hidden, peers = jnp.zeros((3, 32), jnp.bfloat16), jnp.zeros((1, 6), jnp.int32)
+    assert part._next_norms(part.param_shapes("bfloat16"), hidden, peers) is not None
+    assert part._next_norms(part.param_shapes("float32"), hidden, peers) is None

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
-from jax.sharding import Mesh
 
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.engine.steps.step_plan import Part
 from jaxkv.models.protocol import Model, Params
-from jaxkv.models.tensor_parallel import TensorParallel
+from jaxkv.models.tensor_parallel import TensorParallel, has_mailboxes
 from jaxkv.programs.audit import GRANULE
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.model_runner import ModelRunner
@@ -24,7 +23,7 @@ from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import Features, union
 from jaxkv.weights.quantised.weight_forms import bytes_of_types
-from pallas_kernels.peer_sum.api import MOST_BYTES, why_not_mailboxes
+from pallas_kernels.peer_sum.api import MOST_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,12 +31,9 @@ _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
 """Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step."""
 _SMALL_BYTES_OF_SEVERAL = 150 * 10**6
-"""The same per layer and device for several GPUs: 35 microseconds, measured at one row of two shapes on four.
-
-XLA updates each sum's node of each GPU's graph before it launches them.
-"""
+"""The same per layer and device for several GPUs: 35 microseconds, measured at one row of two shapes on four."""
 _MOST_SUM_BYTES = 0.7 * 2**30
-"""Most bytes that one such program of several GPUs keeps for its sums, outside of JAX's pool (`audit.sum_bytes`)."""
+"""Most bytes that one such program of several GPUs keeps for XLA's sums, outside of its pool (`audit.sum_bytes`)."""
 _FEW_ROWS = 16
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
@@ -51,7 +47,7 @@ class StepsPerLaunch:
         number: decode steps per program; 1 if steps are always sent alone.
         automatic: jaxkv chose the number, so only steps of which measurements showed that it is faster are sent so.
         rows_of_several: if it did so for several devices, the most rows of such steps, with any features: sending a
-            step takes the host long, and each program keeps memory for its sums. 0 for one device.
+            step takes the host long, and XLA keeps memory for the sums of each program. 0 for one device.
     """
 
     number: int
@@ -172,7 +168,7 @@ def choose_steps(
         # Of the embeddings and of two products per layer, in 16 bits: signals and two copies, in pieces of `GRANULE`.
         pieces = int(_MOST_SUM_BYTES / (2 * layers + 1) / GRANULE) - 1
         rows = max(0, pieces * GRANULE // (2 * 2 * model.config.hidden_size))
-        if isinstance(model.mesh, Mesh) and why_not_mailboxes(model.mesh) is None:
+        if has_mailboxes(model):
             # Sums by way of mailboxes keep nothing for a program.
             rows = max(rows, MOST_BYTES // (2 * model.config.hidden_size))
     number = _STEPS if bytes_of_types(params) <= small else 1

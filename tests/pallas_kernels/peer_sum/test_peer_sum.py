@@ -10,6 +10,7 @@ from pallas_kernels.peer_sum import mosaic_gpu
 from pallas_kernels.peer_sum.api import (
     MOST_BYTES,
     mailbox_bytes,
+    make_mailboxes,
     peer_sum,
     peer_sum_weighed,
     why_not,
@@ -55,10 +56,11 @@ def test_no_device_but_a_gpu_runs_it():
 def test_other_operands_must_be_like_the_part():
     part, peers = jnp.zeros((1, 4096), jnp.bfloat16), jnp.zeros((1, 6), jnp.int32)
     wide = jnp.zeros((1, 4096), jnp.float32)
-    with pytest.raises(ValueError, match="residual must have rows of 4096 numbers of bfloat16"):
+    with pytest.raises(ValueError, match=r"residual must be bfloat16\[1, 4096\] like the part"):
         peer_sum(part, peers, residual=wide)
-    with pytest.raises(ValueError, match=r"norms must have rows .* got float32\[1, 4096\]"):
-        peer_sum_weighed(part, peers, residual=part, norms=wide, norm_row=0)
+    for norms, row in ((wide, 0), (part, 1)):
+        with pytest.raises(ValueError, match=f"norms must have a row {row} of 4096 numbers"):
+            peer_sum_weighed(part, peers, residual=part, norms=norms, norm_row=row)
 
 
 @needs_devices(2)
@@ -67,7 +69,7 @@ def test_one_device_and_hosts_have_no_mailboxes():
     assert why_not_mailboxes(Mesh(np.asarray(devices[:1]), ("tensor",))) == "there is one device"
     if devices[0].platform == "cpu":
         two = Mesh(np.asarray(devices[:2]), ("tensor",))
-        assert "is no sm90 GPU" in (why_not_mailboxes(two) or "")
+        assert "needs an sm90 GPU" in (why_not_mailboxes(two) or "")
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -82,3 +84,18 @@ def test_each_word_has_a_thread_and_each_counter_a_block(words, devices):
 
 def test_a_mailbox_has_two_slots_of_twice_the_bytes_for_each_device():
     assert mailbox_bytes(4) == 4 * BLOCKS + 2 * 4 * 2 * MOST_BYTES
+
+
+@needs_devices(2)
+def test_mailboxes_are_freed_once_nothing_refers_to_them():
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("tensor",))
+    made = make_mailboxes(mesh)
+    memory = made.memory
+    rows = [np.asarray(shard.data) for shard in made.peers.addressable_shards]
+    assert [row[0, 0] for row in rows] == [0, 1]
+    places = [shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards]
+    for row in rows:
+        assert row[0, 2:].view(np.uint64).tolist() == places
+    assert not memory.is_deleted()
+    del made
+    assert memory.is_deleted()
