@@ -1,12 +1,14 @@
-"""Kernels whose bodies are traced when the program is lowered, and not with the program.
+"""Kernels whose bodies are traced when a program is lowered, and not with the program, and once for all programs.
 
 A program is traced to find it in the store of compiled programs, which needs no lowering. Two thirds of that trace were
 the bodies of kernels. A deferred kernel is one equation of the trace: the name and sizes from which its body follows.
+Programs that differ in how they choose tokens, or in their steps per launch, have the same kernels, and most of the
+time to lower a program is its kernels.
 """
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -15,7 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.backend import get_default_device
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.argument_weights import are_arguments, argument_weights
@@ -138,9 +143,47 @@ def _run_batched(arrays: Any, axes: Any, *, kernel: Kernel, **_: object) -> Any:
     return out, [0] * len(out)
 
 
+_lowered: dict[Hashable, bytes] = {}
+"""Modules of the kernels that this process has lowered, for the programs that follow."""
+
+
+def _lower(
+    context: mlir.LoweringRuleContext,
+    *operands: Any,  # noqa: ANN401 - values of MLIR
+    kernel: Kernel,
+    name: str,
+    **_: object,
+) -> Sequence[Any]:
+    """Adds a kernel's module, which the first program that has it lowers, to a program's and calls it."""
+    program, types = _parts(context)
+    platforms = tuple(program.platforms)
+    # A kernel's code depends on the device that JAX compiles for.
+    key = (kernel.text, *map(str, types), platforms, get_default_device().device_kind)
+    if key not in _lowered:
+
+        def run(*arrays: Any) -> Any:  # noqa: ANN401 - as `Kernel.run` returns it
+            return kernel.run(*arrays)
+
+        run.__name__ = name
+        module = jax.jit(run).trace(*types).lower(lowering_platforms=platforms).compiler_ir()
+        assert module is not None, "JAX lowers to StableHLO by default"
+        _lowered[key] = mlir.module_to_bytecode(module)
+    module = ir.Module.parse(_lowered[key], context=program.context)
+    symbol = mlir.merge_mlir_modules(program.module, name, module, program.symbol_table)
+    results = program.symbol_table[symbol].type.results
+    return func.CallOp(results, ir.FlatSymbolRefAttr.get(symbol), list(operands)).results
+
+
+def _parts(context: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:  # noqa: ANN401 - private to JAX
+    """Returns the context of a program's module, and the operands' types."""
+    return context.module_context, [
+        jax.ShapeDtypeStruct(each.shape, each.dtype) for each in context.avals_in
+    ]
+
+
 _primitive = Primitive(DEFERRED)
 _primitive.multiple_results = True
 _primitive.def_impl(_run)
 _primitive.def_abstract_eval(lambda *_, types, **__: list(types))
 batching.primitive_batchers[_primitive] = _run_batched
-mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(_primitive, _lower)

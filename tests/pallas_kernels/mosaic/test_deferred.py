@@ -23,6 +23,14 @@ X = jnp.arange(8, dtype=jnp.float32)
 OPTIONS = {"out_type": jax.ShapeDtypeStruct((8,), jnp.float32), "kernel_name": "scale"}
 
 
+@pytest.fixture(autouse=True)
+def lowered(monkeypatch):
+    """What other tests have lowered is unknown; returns what this one lowers."""
+    kept = {}
+    monkeypatch.setattr(module, "_lowered", kept)
+    return kept
+
+
 class Shade(Enum):
     DARK = 1
 
@@ -49,7 +57,7 @@ class Launches:
         def run(x):
             self.traced += 1
             self.seen.append((is_fixed(), are_arguments()))
-            return x * jnp.float32(factor)
+            return x.astype(jnp.float32) * jnp.float32(factor)
 
         return deferred(run, partial(Sizes(factor).body, True), options)
 
@@ -72,6 +80,47 @@ def test_a_body_is_traced_with_the_lowering_and_once_for_equal_kernels():
     compiled = traced.lower().compile()
     assert launches.traced == 2
     np.testing.assert_array_equal(compiled(X), np.arange(8) * 12)
+
+
+def test_programs_that_follow_take_over_what_the_first_one_lowered(lowered):
+    launches = Launches()
+    double = launches.scale(2.0)
+    compiled = jax.jit(lambda x: double(x) + 1).lower(X).compile()
+    assert launches.traced == 1
+    # Another kernel of equal sizes, and the name of its function is taken in this program.
+    others = launches.scale(2.0), launches.scale(3.0)
+
+    def scale(x):
+        for other in others:
+            x = other(x)
+        return jnp.sqrt(x)
+
+    following = jax.jit(scale).lower(X).compile()
+    assert launches.traced == 2
+    assert len(lowered) == 2
+    np.testing.assert_array_equal(compiled(X), np.arange(8) * 2 + 1)
+    np.testing.assert_allclose(following(X), np.sqrt(np.arange(8) * 6), rtol=1e-6)
+
+
+def test_operands_of_another_type_make_another_kernel(lowered):
+    launches = Launches()
+    double = launches.scale(2.0)
+    for operand in (X, X.astype(jnp.int32), X.astype(jnp.bfloat16)):
+        jax.jit(lambda x: double(x)).lower(operand)
+    assert launches.traced == len(lowered) == 3
+
+
+def test_devices_of_a_mesh_take_over_what_one_device_lowered():
+    """A kernel under `jax.shard_map` is the same on each device."""
+    launches = Launches()
+    double = launches.scale(2.0)
+    jax.jit(double).lower(X)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("rows",))
+    whole = jnp.tile(X, mesh.size)
+    split = jax.sharding.PartitionSpec("rows")
+    over = jax.shard_map(double, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(over)(whole), np.asarray(whole) * 2)
+    assert launches.traced == 1
 
 
 def test_a_kernel_runs_outside_of_a_program_and_over_a_further_axis():
