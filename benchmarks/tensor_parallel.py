@@ -10,8 +10,8 @@ Weights are random; no device ever holds more than its part of the model and one
 through the engine's programs, which are compiled, and run once, before any is timed. With one step per launch, steps
 are fed from the host and overlapped as in `benchmarks.generate`; with more, an `LLM` generates, and a token's time is
 the difference of a long and a short generation. `--layers` takes some of a model's layers, with embedding and head. A
-sum is that of the hidden states of one step, as each block ends with one, by our kernel and by XLA's. The speedup is
-that over the first number of devices. Record: tensor-parallel-SHAPE.
+sum is that of the hidden states of one step, as each block ends with one: "us_per_sum" by XLA, "us_per_peer_sum" by our
+kernel. The speedup is that over the first number of devices. Record: tensor-parallel-SHAPE.
 """
 
 import argparse
@@ -193,9 +193,9 @@ def measured(
             row["implementation"] = str(runner.runner.implementation)
             if mesh is not None:
                 size = setting.batch, config.hidden_size
-                row["us_per_xla_sum"] = time_sums(mesh, *size)
-                peers = None if boxes is None else boxes.peers
-                row["us_per_sum"] = time_sums(mesh, *size, peers=peers)
+                row["us_per_sum"] = time_sums(mesh, *size)
+                ours = boxes and time_sums(mesh, *size, peers=boxes.peers)
+                row["us_per_peer_sum"] = ours
             rows.append(row)
             del runner
     return rows

@@ -2,7 +2,8 @@
 
     python -m tests.engine.h200_start llama-3.1-8b
 
-It prints for each program the seconds of its trace, of its name in the store, and of its lowering. Nothing is compiled.
+It prints for each program the seconds of its trace, of its name in the store, and of its lowering, first of greedy
+steps, then of the same ones with random draws. Nothing is compiled.
 """
 
 import argparse
@@ -17,10 +18,9 @@ LONGEST, ROWS, TOKEN_BUDGET = 4096, 256, 2048
 
 
 def warmed_up(shape):
-    """Returns the runner of a model of `SHAPES`, with a cache of a few pages, and the specs of greedy steps."""
+    """Returns the runner of a model of `SHAPES`, with a cache of a few pages, and the shapes of its steps."""
     from jaxkv.bench.shapes import SHAPES
     from jaxkv.runner.step_shapes import COARSE, StepShapes
-    from jaxkv.sampling.features import Features
 
     config = SHAPES[shape]
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -35,7 +35,7 @@ def warmed_up(shape):
         whole_prompts=False,
         grain=COARSE,
     )
-    return made.runner, shapes.declare_all(Features())
+    return made.runner, shapes
 
 
 def seconds_of(name, lowering):
@@ -70,22 +70,24 @@ def main():
     import jax
 
     from jaxkv.memory import without_garbage_collection
+    from jaxkv.sampling.features import Features
 
-    runner, specs = warmed_up(options.shape)
-    total = [0.0, 0.0, 0.0]
-    with jax.default_device(h200.device()), without_garbage_collection():
-        for spec in specs:
-            lowering = runner.program(spec)
-            arguments = jax.tree.map(lambda array: h200.placed(array, 1), lowering.arguments)
-            found = seconds_of(spec.name, dataclasses.replace(lowering, arguments=arguments))
-            total = [sum(pair) for pair in zip(total, found, strict=True)]
-            print(
-                f"{spec.name:24s} trace {found[0]:6.2f}  name {found[1]:6.2f}  lower {found[2]:6.2f}"
-            )
-    print(
-        f"{len(specs)} programs: trace {total[0]:.1f}  name {total[1]:.1f}  lower {total[2]:.1f}  "
-        f"sum {sum(total):.1f} s"
-    )
+    runner, shapes = warmed_up(options.shape)
+    for features in (Features(), Features(draws=True)):
+        specs, total = shapes.declare_all(features), [0.0, 0.0, 0.0]
+        with jax.default_device(h200.device()), without_garbage_collection():
+            for spec in specs:
+                lowering = runner.program(spec)
+                arguments = jax.tree.map(lambda array: h200.placed(array, 1), lowering.arguments)
+                found = seconds_of(spec.name, dataclasses.replace(lowering, arguments=arguments))
+                total = [sum(pair) for pair in zip(total, found, strict=True)]
+                print(
+                    f"{spec.name:24s} trace {found[0]:6.2f}  name {found[1]:6.2f}  lower {found[2]:6.2f}"
+                )
+        print(
+            f"{len(specs)} programs, {features}: trace {total[0]:.1f}  name {total[1]:.1f}  lower {total[2]:.1f}  "
+            f"sum {sum(total):.1f} s"
+        )
 
 
 if __name__ == "__main__":
