@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
-from tests.pallas_kernels.h200 import choices, decode, grouped, ragged, skinny, states, writes
+from tests.pallas_kernels.h200 import choices, decode, grouped, ragged, skinny, states, sums, writes
 from tests.pallas_kernels.h200.assembler import assembled
 from tests.pallas_kernels.h200.writes import PAGES
 from tests.programs.command_buffers import read_command_buffers
@@ -25,6 +25,7 @@ MODULES = {
     "ragged": ragged,
     "skinny": skinny,
     "states": states,
+    "sums": sums,
     "writes": writes,
 }
 # Each kernel, with most ways in which it is compiled that another size of it does not show.
@@ -48,6 +49,7 @@ FEW = {
         "delta_update",
         "ssd_scan",
     ),
+    "sums": ("2 devices, 1 row", "2 devices, 64 rows joined"),
     "writes": (
         "page_write",
         "page_write many",

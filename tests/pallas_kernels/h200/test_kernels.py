@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(
 PROGRAMS = {
     "few": {
         **{"choices": 1, "decode": 1, "grouped": 2, "ragged": 1},
-        **{"skinny": 5, "states": 5, "writes": 6},
+        **{"skinny": 5, "states": 5, "sums": 2, "writes": 6},
     },
     "rest": {
         **{"choices": 3, "decode": 6, "grouped": 8, "ragged": 3},
-        **{"skinny": 23, "states": 5, "writes": 3},
+        **{"skinny": 23, "states": 5, "sums": 5, "writes": 3},
     },
 }
 
@@ -231,5 +231,23 @@ def test_donated_pools_are_neither_copied_nor_returned_elsewhere(writes):
 def test_the_writing_kernels_join_one_command_buffer(writes):
     """The launches of six layers are nodes of one graph."""
     for name, report in writes.items():
+        assert (report["command_buffers"], report["captured"]) == (1, 6), name
+        assert report["outside"] == [], name
+
+
+@pytest.fixture
+def sums(kernels):
+    return kernels["sums"]
+
+
+def test_sums_over_devices_spill_no_register_and_let_all_blocks_run_at_once(sums):
+    """There are at most as many blocks of four warps as multiprocessors."""
+    for name, report in sums.items():
+        assert report["spilled"] == 0, name
+        assert 0 < max(report["registers"]) <= 128, name
+
+
+def test_sums_over_devices_join_one_command_buffer(sums):
+    for name, report in sums.items():
         assert (report["command_buffers"], report["captured"]) == (1, 6), name
         assert report["outside"] == [], name
