@@ -148,14 +148,15 @@ _lowered: dict[Hashable, bytes] = {}
 
 
 def _lower(
-    context: mlir.LoweringRuleContext,
+    context: Any,  # noqa: ANN401 - private to JAX
     *operands: Any,  # noqa: ANN401 - values of MLIR
     kernel: Kernel,
     name: str,
     **_: object,
 ) -> Sequence[Any]:
     """Takes a kernel over from the module that the first program with it has lowered."""
-    program, types = _parts(context)
+    program = context.module_context
+    types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in context.avals_in]
     platforms = tuple(program.platforms)
     # A kernel's code depends on the device that JAX compiles for.
     key = (kernel.text, *map(str, types), platforms, get_default_device().device_kind)
@@ -188,13 +189,6 @@ def _lower(
     symbol = mlir.merge_mlir_modules(program.module, name, module, program.symbol_table)
     results = program.symbol_table[symbol].type.results
     return func.CallOp(results, ir.FlatSymbolRefAttr.get(symbol), list(operands)).results
-
-
-def _parts(context: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:  # noqa: ANN401 - private to JAX
-    """Returns the context of a program's module, and the operands' types."""
-    return context.module_context, [
-        jax.ShapeDtypeStruct(each.shape, each.dtype) for each in context.avals_in
-    ]
 
 
 _primitive = Primitive(DEFERRED)
