@@ -39,6 +39,17 @@ def test_experts_cannot_be_kept_of_a_model_without_a_mixture():
         plan(None, CacheConfig(routed_experts=True))
 
 
+def test_mailboxes_of_several_devices_leave_less_for_the_cache(monkeypatch):
+    def room(free_bytes):
+        return re.findall(r"of ([\d,]+) bytes used", plan(free_bytes, tensor_parallel_size=2))
+
+    before, wanted = room(6_200_000), room(6_200_000 - 2**18)
+    assert len(wanted) == 1
+    assert before != wanted
+    monkeypatch.setattr("jaxkv.plan.mailbox_room", lambda model: 2**18)
+    assert room(6_200_000) == wanted
+
+
 def weight_bytes(text):
     return int(re.search(r"weights: ([\d,]+) bytes", text)[1].replace(",", ""))
 

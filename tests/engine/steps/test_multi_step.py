@@ -13,6 +13,7 @@ from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.request_state import FINISHED
+from jaxkv.engine.steps import multi_step
 from jaxkv.engine.steps.in_flight import InFlightStep
 from jaxkv.engine.steps.multi_step import StepsPerLaunch, choose_steps, declare_multi_steps
 from jaxkv.engine.warm_up import declare_served
@@ -23,6 +24,7 @@ from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import features_for
+from pallas_kernels.peer_sum.api import MOST_BYTES
 from tests.engine.engines import (
     LONGEST,
     ROWS,
@@ -304,6 +306,19 @@ def test_several_devices_have_several_steps_per_launch_while_sending_takes_longe
     sums = 2 * model.num_layers + 1
     kept = sums * (GRANULE + 2 * 2 * rows * model.config.hidden_size)
     assert kept <= 0.7 * 2**30 < kept + sums * GRANULE
+
+
+@pytest.mark.parametrize(("shape", "rows"), [("llama-3.1-8b", 512), ("llama-3.1-70b", 256)])
+def test_sums_by_way_of_mailboxes_allow_as_many_rows_as_a_mailbox_carries(shape, rows, monkeypatch):
+    """They keep no memory for a program."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(multi_step, "has_mailboxes", lambda model: True)
+    mesh = AbstractMesh((4,), (AXIS,), axis_types=(AxisType.Auto,))
+    model = TensorParallel(build_model(SHAPES[shape]), mesh)
+    layout = group_layers(model.cache_specs(page_size=64, dtype="bfloat16"))
+    chosen = choose_steps(None, model, model.param_shapes("bfloat16"), layout)
+    assert chosen.rows_of_several == rows
+    assert 2 * rows * model.config.hidden_size == MOST_BYTES
 
 
 def test_programs_of_several_steps_are_those_that_measurements_favour():
