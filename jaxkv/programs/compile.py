@@ -7,7 +7,7 @@ several programs compile in parallel.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxkv.programs.store import (
     open_store,
 )
 from pallas_kernels.lowering import quick_lowering
+from pallas_kernels.lowering_helpers import LoweringHelpers
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ _OPTIONS_OF_SEVERAL_DEVICES = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
 # Not "cpu": XLA may serialise a CPU program without some of its functions. CPU programs lower fast, and JAX's own cache
 # stores them.
 _STORED_PLATFORMS = ("gpu",)
+
+_PLATFORMS = ("cuda",)
+"""What JAX lowers stored programs for."""
 
 
 @dataclass(frozen=True)
@@ -59,36 +63,70 @@ class Built:
     loaded: bool
 
 
-def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
-    """Traces a program, lowers it if it is not in the store, and returns a function that loads or compiles it.
+class Build:
+    """A program that is being built: traced when this is made, then lowered if it is not in the store, then compiled.
 
-    The function may be called in any thread.
-
-    Raises:
-        ProgramRefused: the program does not return its cache with the same shapes, or closes over weights.
-        ValueError: the arguments are not typed arrays.
+    Attributes:
+        traced: the trace.
+        is_stored: whether it is in the store of compiled programs.
+        is_storable: whether the store could hold it.
     """
-    start = time.perf_counter()
-    several = len(devices_of(argument_types(lowering))) != 1
-    options = {
-        **_COMPILER_OPTIONS,
-        **(_OPTIONS_OF_SEVERAL_DEVICES if several else {}),
-        **(lowering.compiler_options or {}),
-    }
-    traced = trace(name, lowering)
-    file = _file_of(name, lowering, traced, options)
-    lowered = None if file is not None and file.exists else _lowered(traced)
-    host_seconds = time.perf_counter() - start
 
-    def finish() -> Built:
+    def __init__(self, name: str, lowering: Lowering) -> None:
+        """Traces the program and looks for it in the store.
+
+        Raises:
+            ProgramRefused: the program does not return its cache with the same shapes, or closes over weights.
+            ValueError: the arguments are not typed arrays.
+        """
         start = time.perf_counter()
-        stored = file.load(traced) if file is not None and lowered is None else None
+        self._name, self._cache_argument = name, lowering.cache_argument
+        several = len(devices_of(argument_types(lowering))) != 1
+        self._options = {
+            **_COMPILER_OPTIONS,
+            **(_OPTIONS_OF_SEVERAL_DEVICES if several else {}),
+            **(lowering.compiler_options or {}),
+        }
+        self.traced = trace(name, lowering)
+        self._file = _file_of(name, lowering, self.traced, self._options)
+        self._lowered: jax.stages.Lowered | None = None
+        self.is_storable = self._file is not None
+        self.is_stored = self._file is not None and self._file.exists
+        self._host_seconds = time.perf_counter() - start
+
+    def request(self, helpers: LoweringHelpers) -> None:
+        """Lets processes start to lower the kernels of a program that the store could hold.
+
+        Its name in the store has all that the kernels depend on, and so have these processes.
+        """
+        helpers.request(self.traced, _PLATFORMS)
+
+    def lower(self, helpers: LoweringHelpers | None = None) -> None:
+        """Lowers the program in this thread, with the kernels that processes have lowered.
+
+        Args:
+            helpers: these processes.
+        """
+        start = time.perf_counter()
+        if helpers is not None:
+            helpers.collect(self.traced, _PLATFORMS)
+        with quick_lowering():
+            self._lowered = self.traced.lower()
+        self._host_seconds += time.perf_counter() - start
+
+    def finish(self) -> Built:
+        """Loads or compiles the program, in any thread."""
+        start, file, host_seconds = time.perf_counter(), self._file, self._host_seconds
+        stored = None
+        if file is not None and self._lowered is None and self.is_stored:
+            stored = file.load(self.traced)
         loaded, hits = stored is not None, _EVENTS.hits_of_thread()
         if stored is None:
-            compiled = (lowered or _lowered(traced)).compile(compiler_options=options)
-            stored = StoredProgram(
-                compiled, audit(compiled, cache_argument=lowering.cache_argument)
-            )
+            if self._lowered is None:
+                self.lower()
+            assert self._lowered is not None
+            compiled = self._lowered.compile(compiler_options=self._options)
+            stored = StoredProgram(compiled, audit(compiled, cache_argument=self._cache_argument))
             loaded = _EVENTS.hits_of_thread() > hits
         else:
             _EVENTS.compiles += 1
@@ -97,16 +135,9 @@ def start_build(name: str, lowering: Lowering) -> Callable[[], Built]:
             file.save(stored)
         source = "loaded" if loaded else "compiled"
         _LOG.debug(
-            "%s: %s in %.2f s, of which %.2f s in Python", name, source, seconds, host_seconds
+            "%s: %s in %.2f s, of which %.2f s in Python", self._name, source, seconds, host_seconds
         )
         return Built(stored.compiled, stored.report, seconds, host_seconds, loaded)
-
-    return finish
-
-
-def _lowered(traced: jax.stages.Traced) -> jax.stages.Lowered:
-    with quick_lowering():
-        return traced.lower()
 
 
 def load_build(file: ProgramFile, arguments: Structure, results: Structure) -> Built:

@@ -1,7 +1,7 @@
 """The name of a stored program: a hash of its trace and of everything else that its compilation depends on.
 
 The trace holds the whole program but for our kernels: most are one equation with their sizes and options
-(`pallas_kernels.mosaic.deferred`). So the hash also covers the source of our kernels and the tuned schedules, which
+(`pallas_kernels.deferred`). So the hash also covers the source of our kernels and the tuned schedules, which
 they may read. Computing a name lowers nothing.
 """
 
@@ -21,8 +21,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 from jaxlib._jax import Device
 
-import pallas_kernels
 from jaxkv.programs.topology import topology_digest
+from pallas_kernels.sources import kernel_sources
 
 # Words in the names of settings that change no program: where files are kept, what is logged.
 _HARMLESS = ("cache", "dump", "log", "traceback", "pprint", "transfer_guard", "source", "visible")
@@ -31,10 +31,6 @@ _VARIABLES = ("XLA_", "MOSAIC_", "LIBTPU_")
 _OF_MEMORY = ("XLA_PYTHON_CLIENT_", "XLA_PJRT_GPU_HOST_MEMORY_")
 # A compiled program holds choices among the algorithms of these libraries.
 _LIBRARIES = ("nvidia-cublas", "nvidia-cudnn", "jax-cuda")
-
-_KERNELS = Path(pallas_kernels.__file__).parent
-# Cases, references, inputs and benchmarks of the kernels.
-_NEVER_LOWERED = {"cases.py", "reference.py", "inputs", "workbench"}
 
 
 def devices_of(specs: object) -> tuple[Device, ...]:
@@ -138,7 +134,7 @@ def environment(devices: Sequence[Device]) -> dict[str, Any]:
         "libraries": _libraries() if device.platform == "gpu" else {},
         # Kernels have code for the host that launches them.
         "host_processor": _host_processor(),
-        "kernel_sources": _kernel_sources(),
+        "kernel_sources": kernel_sources(),
         "settings": settings,
         "variables": variables,
         **(_together(devices) if len(devices) > 1 else {}),
@@ -157,35 +153,11 @@ def _together(devices: Sequence[Device]) -> dict[str, Any]:
     }
 
 
-def kernel_files(folder: Path = _KERNELS) -> list[Path]:
-    """Returns the files of `pallas_kernels` on which a lowered program may depend, in a fixed order.
-
-    These are the Python files and the tuned schedules, without the files and folders named in `_NEVER_LOWERED`. Leaving
-    those out is safe because no op imports them, directly or through other files, so nothing in them can run while a
-    program is lowered. `tests/programs/test_fingerprint.py` checks this on the graph of imports. A new file counts
-    unless it has one of these names.
-
-    Args:
-        folder: the package's folder.
-    """
-    files = [*folder.rglob("*.py"), *folder.glob("tuned/*.json")]
-    return sorted(path for path in files if not _NEVER_LOWERED & {*path.relative_to(folder).parts})
-
-
 @cache
 def _libraries() -> dict[str, str]:
     """Returns the installed versions of NVIDIA's libraries whose algorithms programs name, and of JAX's plugin."""
     found = [(one.metadata["Name"].lower(), one.version) for one in metadata.distributions()]
     return {name: version for name, version in sorted(found) if name.startswith(_LIBRARIES)}
-
-
-@cache
-def _kernel_sources() -> str:
-    """Returns a hash of `kernel_files`, paths and contents."""
-    digest = hashlib.sha256()
-    for path in kernel_files(_KERNELS):
-        digest.update(str(path.relative_to(_KERNELS)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 @cache
@@ -196,7 +168,3 @@ def _host_processor() -> str:
     return "\n".join(
         dict.fromkeys(line for line in lines if line.startswith(("model name", "flags")))
     )
-
-
-# When this process imports the kernels, and not when it compiles them: a file may be edited in between.
-_kernel_sources()

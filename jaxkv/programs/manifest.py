@@ -18,10 +18,11 @@ from tqdm import tqdm
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.memory import without_garbage_collection
-from jaxkv.programs.compile import Built, compile_count, start_build
+from jaxkv.programs.compile import Build, Built, compile_count
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
+from pallas_kernels.lowering_helpers import LoweringHelpers
 
 __all__ = ["Lowering", "Program", "Programs", "compile_count", "compile_program"]
 
@@ -139,13 +140,14 @@ class Programs:
             # Traces are millions of live objects, which the collector would scan often.
             without_garbage_collection(),
             repaired_entries(),
+            LoweringHelpers() as helpers,
             ThreadPoolExecutor(min(_MOST_WORKERS, os.cpu_count() or 1)) as pool,
             tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar,
         ):
             started: dict[ProgramSpec, Future[Built]] = {}
             try:
-                for spec, build in missing.items():
-                    started[spec] = pool.submit(start_build(spec.name, build()))
+                for spec, program in _ready(missing, helpers):
+                    started[spec] = pool.submit(program.finish)
                     started[spec].add_done_callback(lambda _: bar.update())
                 self._collect(started)
             except BaseException:
@@ -230,6 +232,29 @@ class Programs:
         _LOG.warning("compiling %s while serving; %s", spec, difference)
 
 
+def _ready(
+    missing: Mapping[ProgramSpec, Callable[[], Lowering]], helpers: LoweringHelpers
+) -> Iterator[tuple[ProgramSpec, Build]]:
+    """Traces programs, lowers them, and yields each as soon as only XLA has work with it.
+
+    Programs that the store could hold, and does not, come last: their kernels are lowered by other processes while
+    this thread traces.
+    """
+    waiting: dict[ProgramSpec, Build] = {}
+    for spec, build in missing.items():
+        program = Build(spec.name, build())
+        if program.is_storable and not program.is_stored:
+            program.request(helpers)
+            waiting[spec] = program
+            continue
+        if not program.is_stored:
+            program.lower()
+        yield spec, program
+    for spec, program in waiting.items():
+        program.lower(helpers)
+        yield spec, program
+
+
 def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = True) -> Program:
     """Traces, lowers, compiles and audits one program, or loads it from disk.
 
@@ -238,7 +263,7 @@ def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = Tr
         ValueError: its arguments are no arrays with a dtype.
     """
     with repaired_entries():
-        return _program(spec, start_build(spec.name, lowering)(), audited=audited)
+        return _program(spec, Build(spec.name, lowering).finish(), audited=audited)
 
 
 def _program(spec: ProgramSpec, built: Built, *, audited: bool) -> Program:

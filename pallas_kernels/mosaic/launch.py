@@ -1,13 +1,14 @@
 """Launch of Mosaic GPU kernels: what all of them share, and how a launch overlaps the previous kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_kernels.argument_weights import EARLY
-from pallas_kernels.mosaic.deferred import deferred
-from pallas_kernels.mosaic.jax_versions import overlaps_launches
+from pallas_kernels.deferred import deferred
+from pallas_kernels.mosaic.jax_versions import honours_register_requests, overlaps_launches
 from pallas_kernels.mosaic.private_types import Ref
 
 LANE_PARAMS = plgpu.CompilerParams(
@@ -49,12 +50,28 @@ def mosaic_kernel(
     if interpret:
         return plgpu.kernel(body, interpret=INTERPRETER, **options)
 
-    def overlapping(*refs: Ref, **scratch: Ref) -> None:
-        await_previous()
-        body(*refs, **scratch)
+    launch = _Launch(overlaps_launches(), honours_register_requests())
+    return deferred(launch.kernel, body, options)
 
-    waits = overlaps_launches() and not early
-    return deferred(plgpu.kernel(overlapping if waits else body, **options), body, options)
+
+@dataclass(frozen=True)
+class _Launch:
+    """How a kernel is launched under this JAX, as `jax_versions` says where the kernel is called."""
+
+    overlaps: bool
+    honours_requests: bool
+
+    def kernel(self, body: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., Any]:
+        """Returns `plgpu.kernel(body, **options)`, whose blocks wait first unless the name says that `body` does."""
+        now = _Launch(overlaps_launches(), honours_register_requests())
+        assert now == self, "tests change them around trace and lowering together"
+
+        def overlapping(*refs: Ref, **scratch: Ref) -> None:
+            await_previous()
+            body(*refs, **scratch)
+
+        waits = self.overlaps and not options["kernel_name"].endswith(EARLY)
+        return plgpu.kernel(overlapping if waits else body, **options)
 
 
 def await_previous(*, interpret: bool = False) -> None:

@@ -18,9 +18,9 @@ from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.implementation import Choice, ask, best_on_device, choose_implementation
 from jaxkv.models.registry import build_model
 from pallas_kernels import device, dispatch
+from pallas_kernels.deferred import DEFERRED
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.families import FAMILIES, member
-from pallas_kernels.mosaic.deferred import DEFERRED
 from tests.layers.jaxprs import equations
 
 LAYERS = 3

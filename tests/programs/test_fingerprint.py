@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pallas_kernels
-from jaxkv.programs import fingerprint
-from jaxkv.programs.fingerprint import kernel_files
+from pallas_kernels import sources
+from pallas_kernels.sources import kernel_files
 from tests.test_import_circles import graph_of
 
 ROOT = Path(__file__).parents[2]
@@ -81,19 +81,19 @@ def copied(tmp_path, monkeypatch):
     """Returns a copy of the kernels' folder, of which names are made."""
     folder = tmp_path / "pallas_kernels"
     shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(fingerprint, "_KERNELS", folder)
+    monkeypatch.setattr(sources, "FOLDER", folder)
     return folder
 
 
 def hash_now():
-    fingerprint._kernel_sources.cache_clear()
-    return fingerprint._kernel_sources()
+    sources.kernel_sources.cache_clear()
+    return sources.kernel_sources()
 
 
 @pytest.fixture(autouse=True)
 def forget():
     yield
-    fingerprint._kernel_sources.cache_clear()
+    sources.kernel_sources.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_stored_program_is_neither_lowered_nor_compiled_and_does_the_same(fold
 def test_a_kernel_whose_text_has_changed_is_another_program(folder, monkeypatch):
     """What `inline_mgpu` puts into a kernel shows in no trace."""
     build()
-    monkeypatch.setattr(trace_name, "_kernel_sources", lambda: "edited")
+    monkeypatch.setattr(trace_name, "kernel_sources", lambda: "edited")
     assert not build().loaded
     assert len(stored(folder)) == 2
 

@@ -12,21 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import deferred as module
 from pallas_kernels import device, skinny_matmul
 from pallas_kernels.argument_weights import are_arguments, argument_weights, computed_weights
+from pallas_kernels.deferred import DEFERRED, deferred, describe
 from pallas_kernels.fixed_order import fixed_order, is_fixed
-from pallas_kernels.mosaic import deferred as module
-from pallas_kernels.mosaic.deferred import DEFERRED, deferred, describe
 from tests.layers.jaxprs import equations as all_equations
 
 X = jnp.arange(8, dtype=jnp.float32)
 OPTIONS = {"out_type": jax.ShapeDtypeStruct((8,), jnp.float32), "kernel_name": "scale"}
+TRACES = []
 
 
 @pytest.fixture(autouse=True)
 def lowered(monkeypatch):
     """What other tests have lowered is unknown; returns what this one lowers."""
     kept = {}
+    TRACES.clear()
     monkeypatch.setattr(module, "_lowered", kept)
     return kept
 
@@ -46,20 +48,32 @@ class Sizes:
         raise AssertionError("a stand-in for the body, whose launch is a plain function")
 
 
-class Launches:
-    """Makes deferred kernels that multiply, and counts how often one is traced."""
+def launch(body, options):
+    """What a kernel is here, which notes the contexts of each of its traces."""
+    factor = body.func.__self__.factor
 
-    def __init__(self):
-        self.traced = 0
-        self.seen = []
+    def run(x):
+        TRACES.append((is_fixed(), are_arguments()))
+        return x.astype(jnp.float32) * jnp.float32(factor)
 
-    def scale(self, factor, options=OPTIONS):
-        def run(x):
-            self.traced += 1
-            self.seen.append((is_fixed(), are_arguments()))
-            return x.astype(jnp.float32) * jnp.float32(factor)
+    return run
 
-        return deferred(run, partial(Sizes(factor).body, True), options)
+
+def launch_of_two(body, options):
+    return lambda x: {"first": x, "second": jnp.arange(2, dtype=jnp.int32)}
+
+
+def launch_in_place(body, options):
+    def run(ref):
+        TRACES.append(ref)
+        ref[...] = ref[...] * 2
+        return ref[...]
+
+    return run
+
+
+def scale(factor, options=OPTIONS):
+    return deferred(launch, partial(Sizes(factor).body, True), options)
 
 
 def equations(traced):
@@ -67,113 +81,97 @@ def equations(traced):
 
 
 def test_a_body_is_traced_with_the_lowering_and_once_for_equal_kernels():
-    launches = Launches()
-
     def run(x):
         for factor in (2.0, 3.0, 2.0):
-            x = launches.scale(factor)(x)
+            x = scale(factor)(x)
         return x
 
     traced = jax.jit(run).trace(X)
     assert equations(traced) == [DEFERRED] * 3
-    assert launches.traced == 0
+    assert len(TRACES) == 0
     compiled = traced.lower().compile()
-    assert launches.traced == 2
+    assert len(TRACES) == 2
     np.testing.assert_array_equal(compiled(X), np.arange(8) * 12)
 
 
 def test_programs_that_follow_take_over_what_the_first_one_lowered(lowered):
-    launches = Launches()
-    double = launches.scale(2.0)
+    double = scale(2.0)
     compiled = jax.jit(lambda x: double(x) + 1).lower(X).compile()
-    assert launches.traced == 1
+    assert len(TRACES) == 1
     # Another kernel of equal sizes, and the name of its function is taken in this program.
-    others = launches.scale(2.0), launches.scale(3.0)
+    others = scale(2.0), scale(3.0)
 
-    def scale(x):
+    def run(x):
         for other in others:
             x = other(x)
         return jnp.sqrt(x)
 
-    following = jax.jit(scale).lower(X).compile()
-    assert launches.traced == 2
+    following = jax.jit(run).lower(X).compile()
+    assert len(TRACES) == 2
     assert len(lowered) == 2
     np.testing.assert_array_equal(compiled(X), np.arange(8) * 2 + 1)
     np.testing.assert_allclose(following(X), np.sqrt(np.arange(8) * 6), rtol=1e-6)
 
 
 def test_operands_of_another_type_make_another_kernel(lowered):
-    launches = Launches()
-    double = launches.scale(2.0)
+    double = scale(2.0)
     for operand in (X, X.astype(jnp.int32), X.astype(jnp.bfloat16)):
         jax.jit(lambda x: double(x)).lower(operand)
-    assert launches.traced == len(lowered) == 3
+    assert len(TRACES) == len(lowered) == 3
 
 
 def test_devices_of_a_mesh_take_over_what_one_device_lowered():
     """A kernel under `jax.shard_map` is the same on each device."""
-    launches = Launches()
-    double = launches.scale(2.0)
+    double = scale(2.0)
     jax.jit(double).lower(X)
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("rows",))
     whole = jnp.tile(X, mesh.size)
     split = jax.sharding.PartitionSpec("rows")
     over = jax.shard_map(double, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
     np.testing.assert_array_equal(jax.jit(over)(whole), np.asarray(whole) * 2)
-    assert launches.traced == 1
+    assert len(TRACES) == 1
 
 
 def test_a_kernel_runs_outside_of_a_program_and_over_a_further_axis():
-    scale = Launches().scale(2.0)
-    np.testing.assert_array_equal(scale(X), np.arange(8) * 2)
-    both = jax.vmap(scale)(jnp.stack((X, -X)))
+    double = scale(2.0)
+    np.testing.assert_array_equal(double(X), np.arange(8) * 2)
+    both = jax.vmap(double)(jnp.stack((X, -X)))
     np.testing.assert_array_equal(both, np.stack((np.arange(8), -np.arange(8))) * 2)
 
 
 def test_results_have_the_structure_of_the_launch():
     two = {"first": OPTIONS["out_type"], "second": jax.ShapeDtypeStruct((2,), jnp.int32)}
 
-    def run(x):
-        return {"first": x, "second": jnp.arange(2, dtype=jnp.int32)}
-
-    launch = deferred(run, Sizes(1.0).body, OPTIONS | {"out_type": two})
-    found = jax.jit(launch)(X)
+    found = jax.jit(deferred(launch_of_two, Sizes(1.0).body, OPTIONS | {"out_type": two}))(X)
     assert found.keys() == two.keys()
     assert found["second"].dtype == jnp.int32
 
 
 def test_a_kernel_that_changes_an_operand_is_launched_at_once():
-    launched = []
-
-    def run(ref):
-        launched.append(ref)
-        ref[...] = ref[...] * 2
-        return ref[...]
-
-    @jax.jit
     def program(x):
         ref = jax.new_ref(x)
-        deferred(run, Sizes(2.0).body, OPTIONS)(ref)
+        deferred(launch_in_place, Sizes(2.0).body, OPTIONS)(ref)
         return ref[...]
 
-    np.testing.assert_array_equal(program(X), np.arange(8) * 2)
-    assert len(launched) == 1
+    traced = jax.jit(program).trace(X)
+    assert len(TRACES) == 1
+    np.testing.assert_array_equal(traced.lower().compile()(X), np.arange(8) * 2)
+    assert len(TRACES) == 1
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_body_is_traced_in_the_contexts_of_its_call(in_order, given):
-    launches = Launches()
     with fixed_order(in_order), argument_weights(given):
-        traced = jax.jit(launches.scale(2.0)).trace(X)
+        traced = jax.jit(scale(2.0)).trace(X)
     traced.lower()
-    assert launches.seen == [(in_order, given)]
+    assert [(in_order, given)] == TRACES
 
 
 def test_contexts_and_sizes_tell_kernels_apart():
     def text(factor, *, in_order=False):
         with fixed_order(in_order):
-            return str(jax.jit(Launches().scale(factor)).trace(X).jaxpr)
+            return str(jax.jit(scale(factor)).trace(X).jaxpr)
 
     assert text(2.0) == text(2.0)
     assert len({text(2.0), text(3.0), text(2.0, in_order=True)}) == 3
@@ -181,9 +179,9 @@ def test_contexts_and_sizes_tell_kernels_apart():
 
 def test_a_weight_that_is_copied_early_is_checked():
     options = OPTIONS | {"kernel_name": "scale_of_argument"}
-    launch = Launches().scale(2.0, options)
-    given = jax.jit(launch).trace(X).jaxpr.jaxpr
-    computed = jax.jit(lambda x: launch(x + 1)).trace(X).jaxpr.jaxpr
+    double = scale(2.0, options)
+    given = jax.jit(double).trace(X).jaxpr.jaxpr
+    computed = jax.jit(lambda x: double(x + 1)).trace(X).jaxpr.jaxpr
     assert computed_weights(given, [True]) == set()
     assert computed_weights(computed, [True]) == {"scale_of_argument"}
 
@@ -202,10 +200,9 @@ def test_what_no_text_tells_is_traced_at_once(value):
     """A function with variables of another one, arrays, and objects of unknown state."""
     with pytest.raises(module._Unknown):
         describe(value)
-    launched = []
-    launch = deferred(launched.append, Sizes(1.0).body, OPTIONS | {"scratch_types": value})
-    launch(X)
-    assert len(launched) == 1
+    options = OPTIONS | {"scratch_types": value}
+    jax.jit(scale(1.0, options)).trace(X)
+    assert len(TRACES) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.backend import get_default_device
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, Primitive, jaxprs_in_params
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.argument_weights import are_arguments, argument_weights
 from pallas_kernels.fixed_order import fixed_order, is_fixed
-from pallas_kernels.mosaic.jax_versions import honours_register_requests, overlaps_launches
 
 DEFERRED = "deferred_kernel"
 """Name of the primitive; its parameter "name" is the kernel's."""
@@ -38,12 +37,31 @@ class Kernel:
     Two are equal if their descriptions are. Then one is lowered, and both run its code.
 
     Attributes:
-        text: description of the body with its sizes, of the launch's options, and of the contexts it was called in.
-        run: launches the kernel.
+        text: description of all that follows.
+        launch: returns, for a body and its options, a function of arrays.
+        body: the kernel.
+        options: those of `plgpu.kernel`.
+        in_order: whether it was called inside `fixed_order`.
+        given: whether it was called inside `argument_weights`.
     """
 
     text: str
-    run: Callable[..., Any]
+    launch: Callable[..., Callable[..., Any]]
+    body: Callable[..., None]
+    options: Mapping[str, Any]
+    in_order: bool
+    given: bool
+
+    def run(self, *arrays: Any) -> list[Any]:  # noqa: ANN401 - arrays and tracers of JAX
+        """Launches the kernel, in the contexts of its call; returns the leaves of its results."""
+        with fixed_order(self.in_order), argument_weights(self.given):
+            return jax.tree.leaves(self.launch(self.body, self.options)(*arrays))
+
+    def is_as_described(self) -> bool:
+        """Whether `text` describes this kernel, which a copy from another process may lose."""
+        return self.text == _text_of(
+            self.launch, self.body, self.options, self.in_order, self.given
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kernel) and self.text == other.text
@@ -55,39 +73,35 @@ class Kernel:
         return self.text
 
 
-def deferred(
-    run: Callable[..., Any], body: Callable[..., None], options: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Returns a function that does what `run` does, and leaves the trace of `body` to the lowering.
+def _text_of(*parts: object) -> str:
+    return describe(parts)
 
-    It calls `run` at once if an operand is a Ref, which the kernel changes, or if `describe` does not know a value.
+
+def deferred(
+    launch: Callable[..., Callable[..., Any]], body: Callable[..., None], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns a function that does what `launch(body, options)` does, and leaves the trace of `body` to the lowering.
+
+    It calls that at once if an operand is a Ref, which the kernel changes, or if `describe` does not know a value.
 
     Args:
-        run: launches the kernel: a function of arrays.
+        launch: returns a function of arrays that runs the kernel. It runs again in each lowering.
         body: the kernel.
         options: those of `plgpu.kernel`; "out_type" and "kernel_name" among them.
     """
     in_order, given = is_fixed(), are_arguments()
-    versions = (overlaps_launches(), honours_register_requests())
-    contexts = (in_order, given, versions)
     try:
-        text = describe((body, options, contexts))
+        text = _text_of(launch, body, options, in_order, given)
     except _Unknown:
-        return run
-    out_type, name = options["out_type"], options["kernel_name"]
-    leaves, structure = jax.tree.flatten(out_type)
+        return launch(body, options)
+    kernel = Kernel(text, launch, body, options, in_order, given)
+    leaves, structure = jax.tree.flatten(options["out_type"])
+    types = tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
 
-    def launch(*arrays: Any) -> Any:  # noqa: ANN401 - as `run` returns it
-        now = (overlaps_launches(), honours_register_requests())
-        assert now == versions, "tests change them around trace and lowering together"
-        with fixed_order(in_order), argument_weights(given):
-            return jax.tree.leaves(run(*arrays))
-
-    def call(*arrays: Any) -> Any:  # noqa: ANN401 - as `run` returns it
+    def call(*arrays: Any) -> Any:  # noqa: ANN401 - as the launch returns it
         if not all(isinstance(jax.typeof(each), ShapedArray) for each in arrays):
-            return run(*arrays)
-        kernel = Kernel(text, launch)
-        types = tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+            return launch(body, options)(*arrays)
+        name = options["kernel_name"]
         return structure.unflatten(_primitive.bind(*arrays, kernel=kernel, name=name, types=types))
 
     return call
@@ -144,32 +158,97 @@ def _run_batched(arrays: Any, axes: Any, *, kernel: Kernel, **_: object) -> Any:
 
 
 _lowered: dict[Hashable, bytes] = {}
-"""Modules of the kernels that this process has lowered, for the programs that follow."""
+"""Modules of the kernels that were lowered for this process, for the programs that follow."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kernel with the types of its operands, as one module holds it.
+
+    Attributes:
+        kernel: the kernel.
+        name: its name.
+        operands: types of its operands.
+        platforms: what JAX lowers for: ("cuda",) for an NVIDIA GPU.
+    """
+
+    kernel: Kernel
+    name: str
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    platforms: tuple[str, ...]
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether this process has the module."""
+        return self._key in _lowered
+
+    def keep(self, module: bytes) -> None:
+        """Keeps a module that `lowered` has returned, in this process or another."""
+        _lowered[self._key] = module
+
+    def module(self) -> bytes:
+        """Returns the module that is kept; lowers the kernel and keeps it first if there is none."""
+        if not self.is_lowered:
+            self.keep(self.lowered())
+        return _lowered[self._key]
+
+    def lowered(self) -> bytes:
+        """Returns a module of StableHLO with the kernel as its main function, as MLIR's bytecode."""
+
+        def run(*arrays: Any) -> Any:  # noqa: ANN401 - as `Kernel.run` returns it
+            return self.kernel.run(*arrays)
+
+        run.__name__ = self.name
+        traced = jax.jit(run).trace(*self.operands)
+        module = traced.lower(lowering_platforms=self.platforms).compiler_ir()
+        assert module is not None, "JAX lowers to StableHLO by default"
+        return mlir.module_to_bytecode(module)
+
+    @property
+    def _key(self) -> Hashable:
+        # A kernel's code depends on the device that JAX compiles for.
+        device = get_default_device().device_kind
+        return self.kernel.text, tuple(map(str, self.operands)), self.platforms, device
+
+
+def instances(jaxpr: Jaxpr, platforms: tuple[str, ...]) -> dict[Instance, None]:
+    """Returns the deferred kernels of a trace, each once, in the order in which they are lowered."""
+    found: dict[Instance, None] = {}
+    seen: set[int] = set()
+
+    def visit(inner: Jaxpr) -> None:
+        if id(inner) in seen:
+            return
+        seen.add(id(inner))
+        for equation in inner.eqns:
+            if str(equation.primitive) == DEFERRED:
+                types = [variable.aval for variable in equation.invars]
+                found[_instance(equation.params, types, platforms)] = None
+            for part in jaxprs_in_params(equation.params):
+                visit(part)
+
+    visit(jaxpr)
+    return found
+
+
+def _instance(
+    params: Mapping[str, Any], types: Sequence[Any], platforms: tuple[str, ...]
+) -> Instance:
+    operands = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in types)
+    return Instance(params["kernel"], params["name"], operands, platforms)
 
 
 def _lower(
     context: Any,  # noqa: ANN401 - private to JAX
     *operands: Any,  # noqa: ANN401 - values of MLIR
-    kernel: Kernel,
     name: str,
-    **_: object,
+    **params: Any,  # noqa: ANN401 - those of the equation
 ) -> Sequence[Any]:
     """Takes a kernel over from the module that the first program with it has lowered."""
     program = context.module_context
-    types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in context.avals_in]
     platforms = tuple(program.platforms)
-    # A kernel's code depends on the device that JAX compiles for.
-    key = (kernel.text, *map(str, types), platforms, get_default_device().device_kind)
-    if key not in _lowered:
-
-        def run(*arrays: Any) -> Any:  # noqa: ANN401 - as `Kernel.run` returns it
-            return kernel.run(*arrays)
-
-        run.__name__ = name
-        module = jax.jit(run).trace(*types).lower(lowering_platforms=platforms).compiler_ir()
-        assert module is not None, "JAX lowers to StableHLO by default"
-        _lowered[key] = mlir.module_to_bytecode(module)
-    module: Any = ir.Module.parse(_lowered[key], context=program.context)
+    instance = _instance({"name": name, **params}, context.avals_in, platforms)
+    module: Any = ir.Module.parse(instance.module(), context=program.context)
     (main,) = [one for one in module.body.operations if one.sym_name.value == "main"]
     (body,) = main.body.blocks
     first, *rest = body.operations

@@ -1,0 +1,233 @@
+"""Helpers lower the kernels of a trace in other processes, and what they cannot lower is left to this one.
+
+Kernels are plain functions of JAX here; `tests/pallas_kernels/h200/test_helpers.py` has those of an H200.
+"""
+
+import logging
+import os
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import deferred as module
+from pallas_kernels import lowering_helpers
+from pallas_kernels.deferred import deferred, instances
+from pallas_kernels.lowering_helpers import LoweringHelpers
+from tests.pallas_kernels.test_deferred import OPTIONS, TRACES, Sizes, scale
+
+X = jnp.arange(8, dtype=jnp.float32)
+CPU = ("cpu",)
+FACTORS = (2.0, 3.0, 4.0, 5.0)
+PRODUCT = np.arange(8) * 120
+
+
+@pytest.fixture(autouse=True)
+def lowered(monkeypatch):
+    kept = {}
+    TRACES.clear()
+    monkeypatch.setattr(module, "_lowered", kept)
+    return kept
+
+
+def program(*kernels):
+    def run(x):
+        for kernel in kernels:
+            x = kernel(x)
+        return x
+
+    return jax.jit(run).trace(X)
+
+
+def scaled(factors=FACTORS, options=OPTIONS):
+    return program(*(scale(factor, options) for factor in factors))
+
+
+def launch_here(body, options):
+    """Fails in every other process."""
+    assert os.environ.get("JAXKV_TEST_OF_HELPERS") != "1"
+    return lambda x: x * 2
+
+
+def launch_at_once(body, options):
+    """Ends any other process."""
+    if os.environ.get("JAXKV_TEST_OF_HELPERS") == "1":
+        os._exit(1)
+    return lambda x: x * 2
+
+
+@pytest.fixture
+def in_helpers(monkeypatch):
+    """Lets kernels know that they are in another process: they inherit the variable, and this process loses it."""
+    monkeypatch.setitem(lowering_helpers._ENVIRONMENT, "JAXKV_TEST_OF_HELPERS", "1")
+
+
+def waited(helpers, traced):
+    """Collects what helpers have lowered, once each of them has begun its kernels."""
+    for future in helpers._lowered.values():
+        done = threading.Event()
+        future.add_done_callback(lambda _, done=done: done.set())
+        done.wait(60)
+    helpers.collect(traced, CPU)
+
+
+def test_a_kernel_is_lowered_by_another_process_and_is_the_same(lowered):
+    traced = scaled()
+    with LoweringHelpers(1) as helpers:
+        helpers.request(traced, CPU)
+        waited(helpers, traced)
+    assert len(lowered) == len(FACTORS)
+    compiled = traced.lower().compile()
+    assert TRACES == []
+    np.testing.assert_array_equal(compiled(X), PRODUCT)
+    texts = [str(parsed(module)) for module in lowered.values()]
+    lowered.clear()
+    scaled().lower()
+    assert len(TRACES) == len(FACTORS)
+    assert [str(parsed(module)) for module in lowered.values()] == texts
+
+
+def parsed(module):
+    from jax.extend.mlir import ir
+    from jax.interpreters import mlir
+
+    with mlir.make_ir_context():
+        return str(ir.Module.parse(module))
+
+
+def test_few_kernels_start_no_process(lowered):
+    traced = scaled(FACTORS[:-1])
+    with LoweringHelpers(8) as helpers:
+        helpers.request(traced, CPU)
+        assert helpers._threads == []
+        helpers.collect(traced, CPU)
+    assert lowered == {}
+    np.testing.assert_array_equal(traced.lower().compile()(X), np.arange(8) * 24)
+
+
+def test_processes_are_as_many_as_their_kernels_need_and_at_most_as_given():
+    with LoweringHelpers(2) as helpers:
+        helpers.request(scaled(range(2, 9)), CPU)
+        assert len(helpers._threads) == 1
+        helpers.request(scaled(range(2, 30)), CPU)
+        assert len(helpers._threads) == 2
+    assert all(not thread.is_alive() for thread in helpers._threads)
+    assert all(process.returncode is not None for process in helpers._processes)
+
+
+def test_kernels_that_are_lowered_already_or_requested_are_not_asked_for_again():
+    jax.jit(scale(2.0)).lower(X)
+    with LoweringHelpers(0) as helpers:
+        helpers.request(scaled(), CPU)
+        assert helpers._lowered == {}
+    with LoweringHelpers(1) as helpers:
+        helpers.request(scaled(), CPU)
+        helpers.request(scaled(), CPU)
+        assert len(helpers._lowered) == len(FACTORS) - 1
+        assert helpers._threads == []
+
+
+@pytest.mark.parametrize("launch", [launch_here, launch_at_once])
+def test_what_another_process_cannot_lower_is_lowered_here_and_said(
+    launch, lowered, in_helpers, caplog
+):
+    kernels = [deferred(launch, Sizes(factor).body, OPTIONS) for factor in FACTORS]
+    traced = program(*kernels)
+    with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
+        helpers.request(traced, CPU)
+        first = next(iter(helpers._lowered.values()))
+        with pytest.raises(RuntimeError):
+            first.result(60)
+        helpers.collect(traced, CPU)
+        assert lowered == {}
+        np.testing.assert_array_equal(traced.lower().compile()(X), np.arange(8) * 16)
+    (record,) = caplog.records
+    assert "scale: " in record.getMessage()
+
+
+def test_other_sources_are_refused(lowered, monkeypatch, caplog):
+    monkeypatch.setattr(lowering_helpers, "kernel_sources", lambda: "as they were")
+    traced = scaled()
+    with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
+        helpers.request(traced, CPU)
+        helpers._threads[0].join(60)
+        helpers.collect(traced, CPU)
+    assert lowered == {}
+    assert "have changed since they were imported" in caplog.text
+    np.testing.assert_array_equal(traced.lower().compile()(X), PRODUCT)
+
+
+def test_a_process_that_does_not_start_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(lowering_helpers, "_PROGRAM", "raise SystemExit(3)")
+    with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
+        helpers.request(scaled(), CPU)
+        helpers._threads[0].join(60)
+    assert "no process could be started" in caplog.text
+
+
+def test_settings_of_this_process_hold_in_the_others():
+    found = []
+    for precision in (None, "highest"):
+        with jax.default_matmul_precision(precision):
+            helpers = LoweringHelpers(1)
+            with helpers, helpers._process(settings_with(precision)) as ask:
+                found.append(ask(pack_square()))
+    assert [error for _, error in found] == [None, None]
+    plain, highest = (parsed(module) for module, _ in found)
+    assert "HIGHEST" in highest
+    assert "HIGHEST" not in plain
+
+
+def settings_with(precision):
+    found = lowering_helpers._settings()
+    assert found["jax_default_matmul_precision"] == precision
+    assert "jax_platforms" not in found
+    return found
+
+
+def launch_square(body, options):
+    return lambda x: x @ x
+
+
+def pack_square():
+    options = OPTIONS | {"out_type": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    traced = jax.jit(deferred(launch_square, Sizes(1.0).body, options)).trace(jnp.ones((8, 8)))
+    (instance,) = instances(traced.jaxpr.jaxpr, CPU)
+    return lowering_helpers._packed(instance)
+
+
+def test_a_copy_that_is_another_kernel_is_refused():
+    (instance,) = instances(scaled([2.0]).jaxpr.jaxpr, CPU)
+    module_and_error = lowering_helpers._answer(lowering_helpers._packed(instance))
+    assert module_and_error[1] is None
+    object.__setattr__(instance.kernel, "options", OPTIONS | {"kernel_name": "other"})
+    none, error = lowering_helpers._answer(lowering_helpers._packed(instance))
+    assert none is None
+    assert "another kernel" in error
+
+
+def test_kernels_of_the_main_module_and_of_no_module_stay_here(monkeypatch):
+    (instance,) = instances(scaled([2.0]).jaxpr.jaxpr, CPU)
+    monkeypatch.setattr(Sizes, "__module__", "__main__")
+    assert lowering_helpers._packed(instance) is None
+    local = partial(instance.kernel.body, lambda: 0)
+    object.__setattr__(instance.kernel, "body", local)
+    assert lowering_helpers._packed(instance) is None
+
+
+def test_kernels_inside_calls_loops_and_branches_are_found():
+    kernels = [scale(factor) for factor in FACTORS]
+
+    def run(x):
+        x = jax.jit(kernels[0])(x)
+        x = jax.lax.fori_loop(0, 2, lambda _, y: kernels[1](y), x)
+        x = jax.lax.cond(x[0] > 0, kernels[2], kernels[3], x)
+        return jax.vmap(kernels[0])(x[None])[0]
+
+    found = instances(jax.jit(run).trace(X).jaxpr.jaxpr, CPU)
+    assert len(found) == len(FACTORS)
+    assert {one.name for one in found} == {"scale"}
+    assert {one.operands for one in found} == {(jax.ShapeDtypeStruct((8,), jnp.float32),)}
