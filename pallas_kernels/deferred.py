@@ -194,21 +194,29 @@ class Instance:
 
     def lowered(self) -> bytes:
         """Returns a module of StableHLO with the kernel as its main function, as MLIR's bytecode."""
+        return module_of(self.lower())
+
+    def lower(self) -> jax.stages.Lowered:
+        """Returns a program of the kernel alone."""
 
         def run(*arrays: Any) -> Any:  # noqa: ANN401 - as `Kernel.run` returns it
             return self.kernel.run(*arrays)
 
         run.__name__ = self.name
-        traced = jax.jit(run).trace(*self.operands)
-        module = traced.lower(lowering_platforms=self.platforms).compiler_ir()
-        assert module is not None, "JAX lowers to StableHLO by default"
-        return mlir.module_to_bytecode(module)
+        return jax.jit(run).trace(*self.operands).lower(lowering_platforms=self.platforms)
 
     @property
     def _key(self) -> Hashable:
         # A kernel's code depends on the device that JAX compiles for.
         device = get_default_device().device_kind
         return self.kernel.text, tuple(map(str, self.operands)), self.platforms, device
+
+
+def module_of(lowered: jax.stages.Lowered) -> bytes:
+    """Returns the StableHLO of a program as MLIR's bytecode."""
+    module = lowered.compiler_ir()
+    assert module is not None, "JAX lowers to StableHLO by default"
+    return mlir.module_to_bytecode(module)
 
 
 def instances(jaxpr: Jaxpr, platforms: tuple[str, ...]) -> dict[Instance, None]:

@@ -1,8 +1,9 @@
-"""Processes that lower kernels for the process that compiles programs.
+"""Processes that lower and compile kernels for the process that compiles programs.
 
-Mosaic generates a kernel in Python, which takes 0.2 to 4 seconds, and threads of one process would take turns. The
-kernels of programs that are compiled for the first time are nearly all of the time to lower these. They are known as
-soon as the programs are traced (`pallas_kernels.deferred`), and each can be lowered alone, without a GPU.
+Mosaic generates a kernel in Python, which takes 0.2 to 4 seconds, and threads of one process would take turns. It also
+compiles one kernel of a process at a time. Most of the time to build programs for the first time is that of their
+kernels. These are known as soon as the programs are traced (`pallas_kernels.deferred`), and each can be lowered and
+compiled alone, without a GPU.
 """
 
 import gc
@@ -15,13 +16,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
+from jaxlib._jax import Device
 
-from pallas_kernels.deferred import Instance, instances
-from pallas_kernels.device import HOPPER, gpu_arch
+from pallas_kernels.deferred import Instance, instances, module_of
+from pallas_kernels.device import HOPPER, described_gpu, gpu_arch
 from pallas_kernels.lowering import quick_lowering
 from pallas_kernels.sources import kernel_sources
 
@@ -39,6 +44,9 @@ _OWN_CORES = 2
 _LONGEST = 120.0
 """Seconds after which a kernel is no longer waited for."""
 
+_COMPILES = jax.__version_info__[:2] >= (0, 12)
+"""Whether a program that is loaded brings its compiled kernels along; under JAX 0.11 these are compiled again."""
+
 _PROGRAM = "import pallas_kernels.lowering_helpers as helpers; helpers.serve()"
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -48,10 +56,13 @@ _ENVIRONMENT = {
 
 
 class LoweringHelpers:
-    """Lowers kernels of traced programs in other processes, inside a `with` block.
+    """Lowers and compiles kernels of traced programs in other processes, inside a `with` block.
 
     Each is a process of its own, and no copy of this one, which JAX's threads forbid. It runs the same sources under
     the same settings of JAX. What it cannot lower is lowered by this process, as without helpers; a warning says why.
+
+    Mosaic keeps the kernels of this process by a hash of their code. So it compiles none again that is in a program
+    which this process has loaded, and each helper returns its kernel as such a program too.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -67,6 +78,7 @@ class LoweringHelpers:
         self._waiting: SimpleQueue[tuple[Future[bytes], bytes] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._loaded: list[jax.stages.Compiled] = []
         self._failures: list[str] = []
         self._is_closed = False
 
@@ -75,7 +87,7 @@ class LoweringHelpers:
 
     def __exit__(self, *_: object) -> None:
         self._is_closed = True
-        for _ in self._threads:
+        for _thread in self._threads:
             self._waiting.put(None)
         for process in list(self._processes):
             process.kill()
@@ -136,17 +148,31 @@ class LoweringHelpers:
                     if not future.set_running_or_notify_cancel():
                         continue
                     try:
-                        module, error = ask(task)
+                        answer: _Answer = ask(task)
                     except (OSError, EOFError, pickle.UnpicklingError):
                         future.set_exception(RuntimeError("its process ended"))
                         return
-                    if error is None:
-                        future.set_result(module)
-                    else:
-                        future.set_exception(RuntimeError(error))
+                    if answer.compiled is not None:
+                        self._load(answer.compiled)
+                    if answer.module is None:
+                        future.set_exception(RuntimeError(answer.error))
+                        continue
+                    if answer.error:
+                        self._failures.append(f"a kernel was lowered alone: {answer.error}")
+                    future.set_result(answer.module)
         except (OSError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
             if not self._is_closed:
                 self._failures.append(f"no process could be started: {error or 'it ended'}")
+
+    def _load(self, compiled: "_Compiled") -> None:
+        """Loads a program of one kernel, if this process has a GPU."""
+        device = jax.devices()[0]
+        if device.platform != "gpu":
+            return
+        try:
+            self._loaded.append(compiled.load(device))
+        except (RuntimeError, ValueError) as error:
+            self._failures.append(f"a compiled kernel cannot be loaded: {error}")
 
     @contextmanager
     def _process(self, settings: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
@@ -210,10 +236,49 @@ def _settings() -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, plain)}
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """A compiled program of one kernel.
+
+    Attributes:
+        program: the bytes of `serialize_executable`.
+        operands: number of operands.
+        results: number of results.
+    """
+
+    program: bytes
+    operands: int
+    results: int
+
+    def load(self, device: Device) -> jax.stages.Compiled:
+        return serialize_executable.deserialize_and_load(
+            self.program,
+            jax.tree.structure(((0,) * self.operands, {})),
+            jax.tree.structure([0] * self.results),
+            backend=device.client,
+            execution_devices=[device],
+        )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a process makes of a kernel.
+
+    Attributes:
+        module: it, lowered; `None` if that failed.
+        compiled: it, compiled; `None` where no kernel is, or if that failed.
+        error: why it was not lowered, or not compiled; empty where neither has failed.
+    """
+
+    module: bytes | None = None
+    compiled: _Compiled | None = None
+    error: str = ""
+
+
 def serve() -> None:
     """Runs in the other process: takes the settings, then kernels until there are no more, and answers each.
 
-    The answers are the hash of the sources, then for each kernel its module and `None`, or `None` and an error.
+    The first answer is the hash of the sources, and those that follow are `_Answer`.
     """
     given, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     # What a library prints is no answer.
@@ -227,6 +292,8 @@ def serve() -> None:
     for name, value in pickle.load(given).items():
         if getattr(jax.config, name, jax.config.values.get(name)) != value:
             jax.config.update(name, value)
+    # A kernel alone is no program that a later process could use.
+    jax.config.update("jax_enable_compilation_cache", False)
     answer(kernel_sources())
     with quick_lowering():
         while True:
@@ -237,11 +304,35 @@ def serve() -> None:
             answer(_answer(packed))
 
 
-def _answer(packed: bytes) -> tuple[bytes | None, str | None]:
+def _answer(packed: bytes) -> _Answer:
     try:
         instance: Instance = pickle.loads(packed)
         if not instance.kernel.is_as_described():
-            return None, "another process makes another kernel of it"
-        return instance.lowered(), None
+            return _Answer(error="another process makes another kernel of it")
+        device = _described() if instance.platforms == ("cuda",) else None
+        if device is None:
+            return _Answer(instance.lowered())
+        with jax.default_device(device):
+            lowered = instance.lower()
+            return _compiled(instance, lowered)
     except Exception as error:
-        return None, repr(error)
+        return _Answer(error=repr(error))
+
+
+def _compiled(instance: Instance, lowered: jax.stages.Lowered) -> _Answer:
+    module = module_of(lowered)
+    try:
+        program, *_ = serialize_executable.serialize(lowered.compile())
+    except Exception as error:
+        return _Answer(module, error=repr(error))
+    results = len(jax.tree.leaves(lowered.out_info))
+    return _Answer(module, _Compiled(program, len(instance.operands), results))
+
+
+@cache
+def _described() -> Device | None:
+    """Returns the device to compile for, or `None` if only a process with a GPU can."""
+    try:
+        return described_gpu() if _COMPILES else None
+    except (RuntimeError, ValueError):
+        return None

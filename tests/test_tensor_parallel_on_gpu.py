@@ -64,7 +64,7 @@ def test_a_later_start_loads_the_programs_of_both_gpus_and_lowers_none(whole, mo
     def lower(*_, **__):
         raise AssertionError("a stored program was lowered")
 
-    monkeypatch.setattr(compilation, "_lowered", lower)
+    monkeypatch.setattr(compilation.Build, "lower", lower)
     tokens, programs = start()
     assert tokens == expected
     assert all(program.loaded for program in programs)

@@ -5,7 +5,7 @@ A spec is the key of its program in the manifest. The specs of other programs ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -28,6 +28,14 @@ from jaxkv.step.score import TokenScores, score_tokens
 from jaxkv.step.step import forward, step
 from jaxkv.step.text_drafter import TextDrafter
 from jaxkv.step.verify import verify_step
+from jaxkv.weights.quantised.weight_forms import has_few_bits
+
+_MOST_TOKENS_OF_TRITON = 256
+"""Most tokens of a step whose products XLA may compute with kernels of its own, beside those of NVIDIA's libraries.
+
+In longer steps the kernels that it generates and tries (Triton) were no faster on an H200, and for the 0.6B shape up to
+a sixth slower. Compiling all that it tries takes a third of the time to build the programs of a small model.
+"""
 
 _SPARE_ROWS = 8
 """A compiled program with up to this many times the rows is used instead of compiling a new one."""
@@ -238,7 +246,21 @@ class StepSpec(ProgramSpec["Runner"]):
             )
             return cache, jax.vmap(pack_sampled)(several)
 
-        return lower_update(runner, run, packed_layout.blank(self), params=self.params_of(runner))
+        arrays = packed_layout.blank(self)
+        return self.with_options(
+            runner, lower_update(runner, run, arrays, params=self.params_of(runner))
+        )
+
+    def with_options(self, runner: Runner, lowering: Lowering) -> Lowering:
+        """Returns the lowering of a step with XLA's options for its size.
+
+        Where sums have a fixed order, one kernel computes the products of all sizes of steps. Where none of our kernels
+        widens weights of few bits, only Triton's do so without a copy.
+        """
+        is_short = self.tokens <= _MOST_TOKENS_OF_TRITON
+        if is_short or runner.model.batch_invariant or has_few_bits(runner.params):
+            return lowering
+        return replace(lowering, compiler_options={"xla_gpu_enable_triton_gemm": False})
 
     def params_of(self, runner: Runner) -> Any:  # noqa: ANN401 - a pytree
         """Returns the program's first argument: the parameters, and in a step with adapters their factors too."""
@@ -296,8 +318,8 @@ class ScoreSpec(ProgramSpec["Runner"]):
             batch = packed_layout.unpack(self.step, *packed)
             return score_tokens(model, _adapted(params, batch), cache, batch, self.top)
 
-        params = self.params_of(runner)
-        return lower_update(runner, run, packed_layout.blank(self.step), params=params)
+        arrays, params = packed_layout.blank(self.step), self.params_of(runner)
+        return self.step.with_options(runner, lower_update(runner, run, arrays, params=params))
 
     def params_of(self, runner: Runner) -> Any:  # noqa: ANN401 - a pytree
         """Returns the first argument of the step's program."""

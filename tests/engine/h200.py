@@ -17,36 +17,6 @@ from pathlib import Path
 
 from tests.programs.command_buffers import read_command_buffers
 
-# What XLA asks of a device, in the text form of its GpuTargetConfigProto. Without the driver's version it assumes
-# one too old to capture custom calls and conditionals in command buffers.
-H200 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_core: 233472
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  l2_cache_size: 62914560
-  memory_bandwidth: 4800000000000
-  device_memory_size: 150000000000
-}
-"""
 # The programs whose names on disk are reported too, each of which takes another trace.
 STORED = ("decode", "decode_best", "prefill")
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS, DEEP = 8, 128, 64, 8, 2, 4
@@ -331,9 +301,11 @@ def described(count):
     """Returns H200s of one host, linked by NVLink, that can be compiled for."""
     from jax.experimental import topologies
 
+    from pallas_kernels.device import DESCRIBED_H200
+
     # Without links XLA would leave the sums over devices to NCCL.
     links = "gpu_device_info {\n  device_interconnect_info { active_links: 18 }"
-    config = H200 if count == 1 else H200.replace("gpu_device_info {", links)
+    config = DESCRIBED_H200 if count == 1 else DESCRIBED_H200.replace("gpu_device_info {", links)
     return topologies.get_topology_desc(
         "h200", "cuda", target_config=config, topology=f"1x1x{count}"
     ).devices

@@ -175,8 +175,8 @@ def test_settings_of_this_process_hold_in_the_others():
             helpers = LoweringHelpers(1)
             with helpers, helpers._process(settings_with(precision)) as ask:
                 found.append(ask(pack_square()))
-    assert [error for _, error in found] == [None, None]
-    plain, highest = (parsed(module) for module, _ in found)
+    assert [answer.error for answer in found] == ["", ""]
+    plain, highest = (parsed(answer.module) for answer in found)
     assert "HIGHEST" in highest
     assert "HIGHEST" not in plain
 
@@ -201,12 +201,12 @@ def pack_square():
 
 def test_a_copy_that_is_another_kernel_is_refused():
     (instance,) = instances(scaled([2.0]).jaxpr.jaxpr, CPU)
-    module_and_error = lowering_helpers._answer(lowering_helpers._packed(instance))
-    assert module_and_error[1] is None
+    answer = lowering_helpers._answer(lowering_helpers._packed(instance))
+    assert answer.module is not None
     object.__setattr__(instance.kernel, "options", OPTIONS | {"kernel_name": "other"})
-    none, error = lowering_helpers._answer(lowering_helpers._packed(instance))
-    assert none is None
-    assert "another kernel" in error
+    answer = lowering_helpers._answer(lowering_helpers._packed(instance))
+    assert answer.module is None
+    assert "another kernel" in answer.error
 
 
 def test_kernels_of_the_main_module_and_of_no_module_stay_here(monkeypatch):

@@ -1,5 +1,9 @@
 """Program specs: no request is truncated, and a program replaces another only where it serves the same step."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,10 +11,13 @@ from jaxkv.cache.spec import LayerSpec, group_layers
 from jaxkv.cache.variants import gqa, sampling
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Request
+from jaxkv.programs.manifest import Programs
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
-from jaxkv.runner.program_specs import ScoreSpec
+from jaxkv.runner.program_specs import ScoreSpec, StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import Features
+from pallas_kernels.formats.few_bits import FewBits
+from tests.engine.engines import sequence_runner_for
 
 LAYOUT = group_layers(
     (
@@ -113,3 +120,33 @@ def test_whole_steps_and_first_programs_do_not_serve_for_each_other():
     assert not whole.serves(first)
     assert not first.serves(whole)
     assert len({whole.name, first.name}) == len({str(whole), str(first)}) == 2
+
+
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+def options(tokens, *, score=False, batch_invariant=False, params=None):
+    """Returns XLA's options of a step, or of the program that scores its tokens."""
+    runner = sequence_runner_for(programs=Programs()).runner
+    runner.model = replace(runner.model, batch_invariant=batch_invariant)
+    runner.params = runner.params if params is None else params
+    widths = (4,) * len(runner.layout.paged_groups)
+    step = StepSpec(tokens=tokens, rows=8, table_widths=widths)
+    spec = ScoreSpec(step, 0) if score else step
+    return spec.lowering(runner).compiler_options
+
+
+@pytest.mark.parametrize("score", [False, True])
+def test_products_of_long_steps_are_those_of_libraries(score):
+    found = {tokens: options(tokens, score=score) for tokens in (64, 256, 257, 2048)}
+    assert found == {64: None, 256: None, 257: WITHOUT_TRITON, 2048: WITHOUT_TRITON}
+
+
+def test_products_have_one_kernel_where_sums_have_a_fixed_order():
+    assert options(2048, batch_invariant=True) is None
+
+
+def test_weights_of_few_bits_are_widened_in_their_products():
+    codes, scales = jnp.zeros((64, 64), jnp.int8), jnp.ones((64, 1))
+    params = {"w": FewBits(codes, scales, None, None, "int8")}
+    assert options(2048, params=params) is None
