@@ -72,8 +72,7 @@ class LoweringHelpers:
             most: most processes; by default as many as the cores that this process may use, but for two, and at most
                 12.
         """
-        cores = len(os.sched_getaffinity(0))
-        self._most = min(_MOST, cores - _OWN_CORES) if most is None else most
+        self._most = min(_MOST, _cores() - _OWN_CORES) if most is None else most
         self._lowered: dict[Instance, Future[bytes]] = {}
         self._waiting: SimpleQueue[tuple[Future[bytes], bytes] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -130,7 +129,7 @@ class LoweringHelpers:
             try:
                 instance.keep(future.result(_LONGEST))
             except (RuntimeError, TimeoutError) as error:
-                self._failures.append(f"{instance.name}: {error or 'it took too long'}")
+                self._failures.append(f"{instance.name}: {str(error) or 'it took too long'}")
 
     def _start(self) -> None:
         if len(self._threads) < self._most:
@@ -149,29 +148,30 @@ class LoweringHelpers:
                         continue
                     try:
                         answer: _Answer = ask(task)
+                        self._load(answer)
+                        if answer.module is None:
+                            raise RuntimeError(answer.error)
+                        future.set_result(answer.module)
                     except (OSError, EOFError, pickle.UnpicklingError):
                         future.set_exception(RuntimeError("its process ended"))
                         return
-                    if answer.compiled is not None:
-                        self._load(answer.compiled)
-                    if answer.module is None:
-                        future.set_exception(RuntimeError(answer.error))
-                        continue
-                    if answer.error:
-                        self._failures.append(f"a kernel was lowered alone: {answer.error}")
-                    future.set_result(answer.module)
-        except (OSError, EOFError, pickle.UnpicklingError, RuntimeError) as error:
+                    # Whatever it is, nobody may wait for this kernel, which the process itself can lower.
+                    except Exception as error:
+                        future.set_exception(RuntimeError(str(error) or repr(error)))
+        except Exception as error:
             if not self._is_closed:
-                self._failures.append(f"no process could be started: {error or 'it ended'}")
+                self._failures.append(f"no process could be started: {str(error) or 'it ended'}")
 
-    def _load(self, compiled: "_Compiled") -> None:
-        """Loads a program of one kernel, if this process has a GPU."""
-        device = jax.devices()[0]
-        if device.platform != "gpu":
+    def _load(self, answer: "_Answer") -> None:
+        """Loads the program of a kernel, if this process has a GPU."""
+        if answer.module is not None and answer.error:
+            self._failures.append(f"a kernel was lowered alone: {answer.error}")
+        device = _gpu()
+        if answer.compiled is None or device is None:
             return
         try:
-            self._loaded.append(compiled.load(device))
-        except (RuntimeError, ValueError) as error:
+            self._loaded.append(answer.compiled.load(device))
+        except Exception as error:
             self._failures.append(f"a compiled kernel cannot be loaded: {error}")
 
     @contextmanager
@@ -214,6 +214,18 @@ class LoweringHelpers:
                 given.close()
             except OSError:
                 _LOG.debug("a process ended with something unread")
+
+
+def _cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _gpu() -> Device | None:
+    device = jax.devices()[0]
+    return device if device.platform == "gpu" else None
 
 
 def _packed(instance: Instance) -> bytes | None:

@@ -1,11 +1,12 @@
 """Helpers lower the kernels of a trace in other processes, and what they cannot lower is left to this one.
 
-Kernels are plain functions of JAX here; `tests/pallas_kernels/h200/test_helpers.py` has those of an H200.
+Kernels are plain functions of JAX here; `tests/engine/test_h200_helpers.py` has those of an H200.
 """
 
 import logging
 import os
 import threading
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -231,3 +232,105 @@ def test_kernels_inside_calls_loops_and_branches_are_found():
     assert len(found) == len(FACTORS)
     assert {one.name for one in found} == {"scale"}
     assert {one.operands for one in found} == {(jax.ShapeDtypeStruct((8,), jnp.float32),)}
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Returns a kernel for another process, which takes this machine's CPU for a GPU."""
+    monkeypatch.setattr(lowering_helpers, "_described", lambda: jax.devices()[0])
+    (instance,) = instances(scaled([2.0]).jaxpr.jaxpr, ("cuda",))
+    return lowering_helpers._packed(instance)
+
+
+def test_a_compiled_kernel_comes_as_a_program(packed):
+    answer = lowering_helpers._answer(packed)
+    assert answer.module is not None
+    assert answer.error == ""
+    assert (answer.compiled.operands, answer.compiled.results) == (1, 1)
+    (found,) = answer.compiled.load(jax.devices()[0])(X)
+    np.testing.assert_array_equal(found, np.arange(8) * 2)
+
+
+def test_a_kernel_that_does_not_compile_is_lowered_all_the_same(packed, monkeypatch):
+    def refuse(_):
+        raise ValueError("no assembler")
+
+    expected = lowering_helpers._answer(packed).module
+    monkeypatch.setattr(lowering_helpers.serialize_executable, "serialize", refuse)
+    answer = lowering_helpers._answer(packed)
+    assert parsed(answer.module) == parsed(expected)
+    assert answer.compiled is None
+    assert "no assembler" in answer.error
+
+
+def test_without_the_plugin_of_cuda_kernels_are_lowered_alone(monkeypatch):
+    def missing():
+        raise RuntimeError("no plugin")
+
+    monkeypatch.setattr(lowering_helpers, "described_gpu", missing)
+    lowering_helpers._described.cache_clear()
+    (instance,) = instances(scaled([2.0]).jaxpr.jaxpr, ("cuda",))
+    answer = lowering_helpers._answer(lowering_helpers._packed(instance))
+    lowering_helpers._described.cache_clear()
+    assert answer.module is not None
+    assert (answer.compiled, answer.error) == (None, "")
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Returns a list; the one other process answers with a kernel's module and the next entry of it."""
+    given = []
+
+    @contextmanager
+    def process(helpers, settings):
+        def ask(packed):
+            module = lowering_helpers._answer(packed).module
+            return lowering_helpers._Answer(module, *given.pop(0))
+
+        yield ask
+
+    monkeypatch.setattr(LoweringHelpers, "_process", process)
+    return given
+
+
+def collected(traced):
+    with LoweringHelpers(1) as helpers:
+        helpers.request(traced, CPU)
+        waited(helpers, traced)
+        return list(helpers._loaded)
+
+
+def test_nobody_waits_for_an_answer_that_cannot_be_read(answers, lowered, caplog):
+    answers += [(None, ""), (None,) * 5, (None, ""), (None, "")]
+    with caplog.at_level(logging.WARNING):
+        collected(scaled())
+    assert len(lowered) == len(FACTORS) - 1
+    assert "scale: " in caplog.text
+
+
+def test_what_failed_to_compile_is_said_and_kept(answers, lowered, caplog):
+    answers += [(None, "no assembler"), (None, ""), (None, ""), (None, "")]
+    with caplog.at_level(logging.WARNING):
+        collected(scaled())
+    assert len(lowered) == len(FACTORS)
+    assert "lowered alone: no assembler" in caplog.text
+
+
+def test_compiled_kernels_are_loaded_where_a_gpu_is_and_a_failure_is_said(
+    answers, lowered, monkeypatch, caplog
+):
+    class Loads(lowering_helpers._Compiled):
+        def load(self, device):
+            return device
+
+    class Fails(lowering_helpers._Compiled):
+        def load(self, device):
+            raise TypeError("another driver")
+
+    answers += [(one(b"", 1, 1), "") for one in (Loads, Fails)] + [(None, "")] * 2
+    gpu = object()
+    monkeypatch.setattr(lowering_helpers, "_gpu", lambda: gpu)
+    with caplog.at_level(logging.WARNING):
+        assert collected(scaled()) == [gpu]
+    assert len(lowered) == len(FACTORS)
+    assert "cannot be loaded: another driver" in caplog.text
