@@ -1,7 +1,7 @@
 """Processes that lower and compile kernels for the process that compiles programs.
 
-Mosaic generates a kernel in Python, which takes 0.2 to 4 seconds, and threads of one process would take turns. It also
-compiles one kernel of a process at a time. Most of the time to build programs for the first time is that of their
+Mosaic generates a kernel in Python, which takes 0.2 to 4 seconds, and threads of one process would take turns. Mosaic
+also compiles one kernel of a process at a time. Most of the time to build programs for the first time is that of their
 kernels. These are known as soon as the programs are traced (`pallas_kernels.deferred`), and each can be lowered and
 compiled alone, without a GPU.
 """
@@ -13,16 +13,20 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryFile
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.extend.backend import get_default_device
 from jaxlib._jax import Device
 
 from pallas_kernels.deferred import Instance, instances, module_of
@@ -33,16 +37,19 @@ from pallas_kernels.sources import kernel_sources
 _LOG = logging.getLogger(__name__)
 
 _MOST = 12
-"""Most processes; the longest kernel takes as long as the share of each of that many."""
+"""Most processes. With more, the longest kernel alone would take longer than the share of one process."""
 
 _KERNELS_EACH = 4
-"""Kernels that a process must have to do, which takes as long to start as it takes to lower a few."""
+"""Kernels for each process. A process takes as long to start as to lower a few kernels."""
 
 _OWN_CORES = 2
 """Cores that are left to the process that compiles."""
 
 _LONGEST = 120.0
-"""Seconds after which a kernel is no longer waited for."""
+"""Seconds after which a kernel that a process has begun is no longer waited for."""
+
+_MEMORY_EACH = 2**30
+"""Bytes of host memory for each process, of which 0.7 GB were seen in use."""
 
 _COMPILES = jax.__version_info__[:2] >= (0, 12)
 """Whether a program that is loaded brings its compiled kernels along; under JAX 0.11 these are compiled again."""
@@ -51,8 +58,18 @@ _PROGRAM = "import pallas_kernels.lowering_helpers as helpers; helpers.serve()"
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "JAX_PLATFORM_NAME": "",
     "CUDA_VISIBLE_DEVICES": "",
 }
+# Settings that name a backend or a device of this process.
+_OF_DEVICES = (
+    "jax_platforms",
+    "jax_platform_name",
+    "jax_xla_backend",
+    "jax_backend_target",
+    "jax_default_device",
+)
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class LoweringHelpers:
@@ -61,22 +78,24 @@ class LoweringHelpers:
     Each is a process of its own, and no copy of this one, which JAX's threads forbid. It runs the same sources under
     the same settings of JAX. What it cannot lower is lowered by this process, as without helpers; a warning says why.
 
-    Mosaic keeps the kernels of this process by a hash of their code. So it compiles none again that is in a program
-    which this process has loaded, and each helper returns its kernel as such a program too.
+    Mosaic keeps the compiled kernels of this process by a hash of their code, also those of programs that were loaded.
+    So each helper returns its kernel as a program too, and Mosaic does not compile that kernel again.
     """
 
     def __init__(self, most: int | None = None) -> None:
         """Starts nothing.
 
         Args:
-            most: most processes; by default as many as the cores that this process may use, but for two, and at most
-                12.
+            most: most processes; by default as many as the cores that this process may use, but for two, as there is
+                memory for, and at most 12.
         """
-        self._most = min(_MOST, _cores() - _OWN_CORES) if most is None else most
+        found = min(_MOST, _cores() - _OWN_CORES, _memory() // _MEMORY_EACH)
+        self._most = found if most is None else most
         self._lowered: dict[Instance, Future[bytes]] = {}
         self._waiting: SimpleQueue[tuple[Future[bytes], bytes] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._begun: dict[Future[bytes], float] = {}
         self._loaded: list[jax.stages.Compiled] = []
         self._failures: list[str] = []
         self._is_closed = False
@@ -86,8 +105,7 @@ class LoweringHelpers:
 
     def __exit__(self, *_: object) -> None:
         self._is_closed = True
-        for _thread in self._threads:
-            self._waiting.put(None)
+        self.end()
         for process in list(self._processes):
             process.kill()
         for thread in self._threads:
@@ -98,17 +116,27 @@ class LoweringHelpers:
                 "; ".join(dict.fromkeys(self._failures)),
             )
 
-    def request(self, traced: jax.stages.Traced, platforms: tuple[str, ...]) -> None:
+    def end(self) -> None:
+        """Lets each process end after the kernels that wait; what they have compiled stays until the block ends."""
+        for _thread in self._threads:
+            self._waiting.put(None)
+
+    def request(self, traced: jax.stages.Traced, platforms: tuple[str, ...]) -> bool:
         """Starts to lower the kernels of a program that this process has not lowered, and returns at once.
 
         Args:
             traced: the program's trace.
             platforms: what it will be lowered for.
+
+        Returns:
+            Whether a process may lower some of them.
         """
         # Where there is no GPU, Mosaic lowers for Hopper.
         if self._most < 1 or gpu_arch() not in (None, HOPPER):
-            return
+            return False
+        are_asked_for = False
         for instance in instances(traced.jaxpr.jaxpr, platforms):
+            are_asked_for |= instance in self._lowered
             if instance in self._lowered or instance.is_lowered:
                 continue
             task = _packed(instance)
@@ -117,8 +145,10 @@ class LoweringHelpers:
             future: Future[bytes] = Future()
             self._lowered[instance] = future
             self._waiting.put((future, task))
+            are_asked_for = True
             if len(self._lowered) >= _KERNELS_EACH * (len(self._threads) + 1):
                 self._start()
+        return are_asked_for and bool(self._threads)
 
     def collect(self, traced: jax.stages.Traced, platforms: tuple[str, ...]) -> None:
         """Waits for the kernels of a program that are being lowered; those that no process has begun are left."""
@@ -126,8 +156,10 @@ class LoweringHelpers:
             future = self._lowered.get(instance)
             if future is None or instance.is_lowered or future.cancel():
                 continue
+            # A future that cannot be cancelled has begun, perhaps in this moment.
+            now = time.monotonic()
             try:
-                instance.keep(future.result(_LONGEST))
+                instance.keep(future.result(self._begun.get(future, now) + _LONGEST - now))
             except (RuntimeError, TimeoutError) as error:
                 self._failures.append(f"{instance.name}: {str(error) or 'it took too long'}")
 
@@ -146,21 +178,21 @@ class LoweringHelpers:
                     future, task = entry
                     if not future.set_running_or_notify_cancel():
                         continue
+                    self._begun[future] = time.monotonic()
                     try:
                         answer: _Answer = ask(task)
-                        self._load(answer)
-                        if answer.module is None:
-                            raise RuntimeError(answer.error)
-                        future.set_result(answer.module)
-                    except (OSError, EOFError, pickle.UnpicklingError):
-                        future.set_exception(RuntimeError("its process ended"))
-                        return
-                    # Whatever it is, nobody may wait for this kernel, which the process itself can lower.
+                    # Whatever it is, nobody may wait for this kernel, and what the process says next is not known.
                     except Exception as error:
-                        future.set_exception(RuntimeError(str(error) or repr(error)))
+                        future.set_exception(RuntimeError(str(error)))
+                        return
+                    self._load(answer)
+                    if answer.module is None:
+                        future.set_exception(RuntimeError(answer.error))
+                    else:
+                        future.set_result(answer.module)
         except Exception as error:
             if not self._is_closed:
-                self._failures.append(f"no process could be started: {str(error) or 'it ended'}")
+                self._failures.append(f"no process could be started: {error}")
 
     def _load(self, answer: "_Answer") -> None:
         """Loads the program of a kernel, if this process has a GPU."""
@@ -179,52 +211,80 @@ class LoweringHelpers:
         """Runs a process; yields a function that returns its answer.
 
         Raises:
-            OSError, EOFError: it did not start, or ended.
-            RuntimeError: it runs other sources than this process.
+            OSError: it did not start.
+            RuntimeError: it ended, or runs other sources than this process.
         """
         paths = [path or os.getcwd() for path in sys.path]
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        self._processes.append(process)
-        given, answers = process.stdin, process.stdout
-        assert given is not None
-        assert answers is not None
+        with TemporaryFile() as errors:
+            process = subprocess.Popen(
+                # Without -P the working directory would come before these paths.
+                [sys.executable, "-P", "-c", _PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)},
+                # An interrupt of the terminal is for this process, which ends the others.
+                start_new_session=True,
+            )
+            self._processes.append(process)
+            given, answers = process.stdin, process.stdout
+            assert given is not None
+            assert answers is not None
 
-        def ask(message: Any) -> Any:  # noqa: ANN401 - what `serve` takes and returns
-            pickle.dump(message, given)
-            given.flush()
-            return pickle.load(answers)
+            def ask(message: Any) -> Any:  # noqa: ANN401 - what `serve` takes and returns
+                try:
+                    pickle.dump(message, given)
+                    given.flush()
+                    return pickle.load(answers)
+                except (OSError, EOFError) as error:
+                    errors.seek(0)
+                    *_, last = [b"", *errors.read().splitlines()]
+                    raise RuntimeError(
+                        f"a process ended: {last.decode(errors='replace') or process.wait(1)}"
+                    ) from error
 
-        try:
-            if self._is_closed:
-                return
-            if ask(settings) != kernel_sources():
-                raise RuntimeError("files of pallas_kernels have changed since they were imported")
-            yield ask
-        finally:
-            process.kill()
-            process.wait()
-            answers.close()
             try:
-                given.close()
-            except OSError:
-                _LOG.debug("a process ended with something unread")
+                if self._is_closed:
+                    return
+                if ask(settings) != kernel_sources():
+                    raise RuntimeError(
+                        "files of pallas_kernels have changed since they were imported"
+                    )
+                yield ask
+            finally:
+                process.kill()
+                process.wait()
+                answers.close()
+                with suppress(OSError):
+                    given.close()
 
 
 def _cores() -> int:
     """Returns the number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    quota, *period = _limit("cpu.max").split() or ["max"]
+    granted = int(quota) // int(period[0]) if quota.isdigit() and period else _MOST + _OWN_CORES
+    return min(len(os.sched_getaffinity(0)), granted)
+
+
+def _memory() -> int:
+    """Returns the bytes of memory that this process and others beside it may have."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    granted = _limit("memory.max").strip()
+    return min(most, int(granted)) if granted.isdigit() else most
+
+
+def _limit(name: str) -> str:
+    """Returns the text of a limit of a container, empty without one (control groups, version 2)."""
+    try:
+        return (_CGROUP / name).read_text()
+    except OSError:
+        return ""
 
 
 def _gpu() -> Device | None:
-    device = jax.devices()[0]
+    device = get_default_device()
     return device if device.platform == "gpu" else None
 
 
@@ -239,13 +299,16 @@ def _packed(instance: Instance) -> bytes | None:
 
 
 def _settings() -> dict[str, Any]:
-    """Returns JAX's settings by name, but for the platforms and those that are objects of this process."""
+    """Returns JAX's settings by name, but for those of devices and those that are objects of this process."""
     found = {
         name: getattr(jax.config, name, default) for name, default in jax.config.values.items()
     }
-    del found["jax_platforms"]
     plain = bool | int | float | str | None
-    return {name: value for name, value in found.items() if isinstance(value, plain)}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, plain) and name not in _OF_DEVICES
+    }
 
 
 @dataclass(frozen=True)

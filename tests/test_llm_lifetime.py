@@ -92,7 +92,7 @@ def test_close_frees_the_memory_of_an_llm_whose_program_could_not_be_compiled(
     def fail(name, lowering):
         raise jax.errors.JaxRuntimeError(f"INTERNAL: {name} of {len(lowering.arguments)} arguments")
 
-    monkeypatch.setattr(programs, "start_build", fail)
+    monkeypatch.setattr(programs, "Build", fail)
     assert llm.generate(PROMPT, GREEDY)[0].finish_reason == "error"
     assert device_bytes() > before
     llm.close()

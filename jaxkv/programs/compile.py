@@ -94,12 +94,14 @@ class Build:
         self.is_stored = self._file is not None and self._file.exists
         self._host_seconds = time.perf_counter() - start
 
-    def request(self, helpers: LoweringHelpers) -> None:
-        """Lets processes start to lower the kernels of a program that the store could hold.
+    def request(self, helpers: LoweringHelpers) -> bool:
+        """Lets processes start to lower the kernels of a program that the store could hold; returns whether some may.
 
-        Its name in the store has all that the kernels depend on, and so have these processes.
+        Its name in the store covers all that the kernels depend on, and these processes have the same.
         """
-        helpers.request(self.traced, _PLATFORMS)
+        if not self.is_storable or self.is_stored:
+            return False
+        return helpers.request(self.traced, _PLATFORMS)
 
     def lower(self, helpers: LoweringHelpers | None = None) -> None:
         """Lowers the program in this thread, with the kernels that processes have lowered.
@@ -116,7 +118,7 @@ class Build:
 
     def finish(self) -> Built:
         """Loads or compiles the program, in any thread."""
-        start, file, host_seconds = time.perf_counter(), self._file, self._host_seconds
+        start, file, before = time.perf_counter(), self._file, self._host_seconds
         stored = None
         if file is not None and self._lowered is None and self.is_stored:
             stored = file.load(self.traced)
@@ -130,14 +132,15 @@ class Build:
             loaded = _EVENTS.hits_of_thread() > hits
         else:
             _EVENTS.compiles += 1
-        seconds = host_seconds + time.perf_counter() - start
+        seconds = before + time.perf_counter() - start
         if file is not None and not file.exists and seconds >= MIN_COMPILE_SECONDS:
             file.save(stored)
         source = "loaded" if loaded else "compiled"
+        python = self._host_seconds
         _LOG.debug(
-            "%s: %s in %.2f s, of which %.2f s in Python", self._name, source, seconds, host_seconds
+            "%s: %s in %.2f s, of which %.2f s in Python", self._name, source, seconds, python
         )
-        return Built(stored.compiled, stored.report, seconds, host_seconds, loaded)
+        return Built(stored.compiled, stored.report, seconds, python, loaded)
 
 
 def load_build(file: ProgramFile, arguments: Structure, results: Structure) -> Built:

@@ -7,6 +7,7 @@ never compiles, and compiling never runs one, so a warm-up does not change the c
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -237,22 +238,22 @@ def _ready(
 ) -> Iterator[tuple[ProgramSpec, Build]]:
     """Traces programs, lowers them, and yields each as soon as only XLA has work with it.
 
-    Programs that the store could hold, and does not, come last: their kernels are lowered by other processes while
-    this thread traces.
+    Those whose kernels other processes lower come last: this thread traces all programs meanwhile.
     """
-    waiting: dict[ProgramSpec, Build] = {}
+    waiting: deque[tuple[ProgramSpec, Build]] = deque()
     for spec, build in missing.items():
         program = Build(spec.name, build())
-        if program.is_storable and not program.is_stored:
-            program.request(helpers)
-            waiting[spec] = program
+        if program.request(helpers):
+            waiting.append((spec, program))
             continue
         if not program.is_stored:
-            program.lower()
+            program.lower(helpers)
         yield spec, program
-    for spec, program in waiting.items():
+    while waiting:
+        spec, program = waiting.popleft()
         program.lower(helpers)
         yield spec, program
+    helpers.end()
 
 
 def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = True) -> Program:

@@ -5,9 +5,12 @@ Kernels are plain functions of JAX here; `tests/engine/test_h200_helpers.py` has
 
 import logging
 import os
-import threading
+import sys
+import time
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -62,16 +65,13 @@ def launch_at_once(body, options):
 
 @pytest.fixture
 def in_helpers(monkeypatch):
-    """Lets kernels know that they are in another process: they inherit the variable, and this process loses it."""
+    """Lets kernels know that they are in another process, which is given a variable that this one has not."""
     monkeypatch.setitem(lowering_helpers._ENVIRONMENT, "JAXKV_TEST_OF_HELPERS", "1")
 
 
 def waited(helpers, traced):
-    """Collects what helpers have lowered, once each of them has begun its kernels."""
-    for future in helpers._lowered.values():
-        done = threading.Event()
-        future.add_done_callback(lambda _, done=done: done.set())
-        done.wait(60)
+    """Collects what helpers have lowered, once they have lowered all."""
+    assert not wait(helpers._lowered.values(), 60).not_done
     helpers.collect(traced, CPU)
 
 
@@ -117,16 +117,17 @@ def test_processes_are_as_many_as_their_kernels_need_and_at_most_as_given():
         assert len(helpers._threads) == 2
     assert all(not thread.is_alive() for thread in helpers._threads)
     assert all(process.returncode is not None for process in helpers._processes)
+    assert len(helpers._threads) == 2
 
 
 def test_kernels_that_are_lowered_already_or_requested_are_not_asked_for_again():
     jax.jit(scale(2.0)).lower(X)
     with LoweringHelpers(0) as helpers:
-        helpers.request(scaled(), CPU)
+        assert not helpers.request(scaled(), CPU)
         assert helpers._lowered == {}
     with LoweringHelpers(1) as helpers:
-        helpers.request(scaled(), CPU)
-        helpers.request(scaled(), CPU)
+        assert not helpers.request(scaled(), CPU)
+        assert not helpers.request(scaled(), CPU)
         assert len(helpers._lowered) == len(FACTORS) - 1
         assert helpers._threads == []
 
@@ -166,7 +167,75 @@ def test_a_process_that_does_not_start_is_said(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
         helpers.request(scaled(), CPU)
         helpers._threads[0].join(60)
-    assert "no process could be started" in caplog.text
+    assert "no process could be started: a process ended: 3" in caplog.text
+
+
+def test_the_last_line_of_its_errors_says_why_a_process_ended(monkeypatch, caplog):
+    monkeypatch.setattr(lowering_helpers, "_PROGRAM", "raise OSError('no memory')")
+    with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
+        helpers.request(scaled(), CPU)
+        helpers._threads[0].join(60)
+    assert "a process ended: OSError: no memory" in caplog.text
+
+
+def test_files_of_the_working_directory_are_no_modules_of_a_process(lowered, tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise AssertionError('no part of this program')")
+    monkeypatch.setattr(sys, "path", [str(Path(path or ".").resolve()) for path in sys.path])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORM_NAME", "gpu")
+    traced = scaled()
+    with LoweringHelpers(1) as helpers:
+        helpers.request(traced, CPU)
+        waited(helpers, traced)
+    assert len(lowered) == len(FACTORS)
+
+
+def test_a_kernel_that_takes_too_long_is_lowered_here(lowered, monkeypatch, caplog):
+    monkeypatch.setattr(lowering_helpers, "_LONGEST", 0.05)
+    traced = scaled()
+    with caplog.at_level(logging.WARNING), LoweringHelpers(0) as helpers:
+        for instance in instances(traced.jaxpr.jaxpr, CPU):
+            future = helpers._lowered[instance] = Future()
+            future.set_running_or_notify_cancel()
+            helpers._begun[future] = time.monotonic()
+        start = time.monotonic()
+        helpers.collect(traced, CPU)
+        # All have begun at the same time, so one limit is that of all.
+        assert time.monotonic() - start < 0.15
+    assert lowered == {}
+    assert "scale: it took too long" in caplog.text
+
+
+def test_processes_end_after_what_waits(lowered):
+    traced = scaled()
+    with LoweringHelpers(1) as helpers:
+        assert helpers.request(traced, CPU)
+        helpers.end()
+        helpers._threads[0].join(60)
+        assert helpers._processes[0].returncode is not None
+        helpers.collect(traced, CPU)
+    assert len(lowered) == len(FACTORS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "cores", "memory"),
+    [
+        ({}, 64, 2**40),
+        ({"cpu.max": "max 100000\n", "memory.max": "max\n"}, 64, 2**40),
+        ({"cpu.max": "400000 100000\n", "memory.max": f"{2**33}\n"}, 4, 2**33),
+        ({"cpu.max": "50000 100000\n"}, 0, 2**40),
+    ],
+)
+def test_containers_limit_the_processes(limits, cores, memory, tmp_path, monkeypatch):
+    for name, text in limits.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(lowering_helpers, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**28, "SC_PAGE_SIZE": 2**12}.get)
+    found = lowering_helpers._cores(), lowering_helpers._memory()
+    assert found == (min(cores, lowering_helpers._MOST + 2), memory)
+    expected = min(12, cores - 2, memory // 2**30)
+    assert LoweringHelpers()._most == expected
 
 
 def test_settings_of_this_process_hold_in_the_others():
@@ -300,11 +369,15 @@ def collected(traced):
         return list(helpers._loaded)
 
 
-def test_nobody_waits_for_an_answer_that_cannot_be_read(answers, lowered, caplog):
+def test_nobody_waits_behind_an_answer_that_cannot_be_read(answers, lowered, caplog):
     answers += [(None, ""), (None,) * 5, (None, ""), (None, "")]
-    with caplog.at_level(logging.WARNING):
-        collected(scaled())
-    assert len(lowered) == len(FACTORS) - 1
+    traced = scaled()
+    with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
+        helpers.request(traced, CPU)
+        helpers._threads[0].join(60)
+        helpers.collect(traced, CPU)
+    assert len(lowered) == 1
+    assert len(answers) == 2
     assert "scale: " in caplog.text
 
 

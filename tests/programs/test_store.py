@@ -5,6 +5,8 @@ import os
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
@@ -26,7 +28,10 @@ from jaxkv.programs.jax_cache import VARIABLE, enable_compile_cache, why_not_fol
 from jaxkv.programs.manifest import Lowering, Programs, compile_count
 from jaxkv.programs.store import ProgramStore, open_store
 from jaxkv.runner.program_specs import StepSpec
+from pallas_kernels import deferred
+from pallas_kernels.lowering_helpers import LoweringHelpers
 from tests.devices import needs_devices
+from tests.pallas_kernels.test_deferred import OPTIONS, TRACES, scale
 
 ROOT = Path(__file__).parents[2]
 ROWS, WIDTH = 64, 8
@@ -408,3 +413,86 @@ def test_the_devices_of_a_program_are_those_of_the_one_mesh_of_its_arguments():
     assert devices_of(types(None, swapped, everywhere)) == (second, first)
     assert devices_of(types(swapped, straight)) == ()
     assert devices_of(types(swapped, alone)) == ()
+
+
+@pytest.fixture
+def in_helpers(monkeypatch):
+    """Returns what helpers were asked for; they lower for the CPU here, and have lowered all when one is collected."""
+    asked = []
+    TRACES.clear()
+    monkeypatch.setattr(deferred, "_lowered", {})
+    monkeypatch.setattr(compilation, "_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(LoweringHelpers, "__init__", with_one_process(LoweringHelpers.__init__))
+    request, collect = LoweringHelpers.request, LoweringHelpers.collect
+
+    def requested(helpers, *given):
+        asked.append(request(helpers, *given))
+        return asked[-1]
+
+    def collected(helpers, *given):
+        if helpers._threads:
+            assert not wait(helpers._lowered.values(), 60).not_done
+        collect(helpers, *given)
+
+    monkeypatch.setattr(LoweringHelpers, "request", requested)
+    monkeypatch.setattr(LoweringHelpers, "collect", collected)
+    return asked
+
+
+def with_one_process(init):
+    return lambda helpers: init(helpers, 1)
+
+
+def scaled_by(rows):
+    """Returns what to compile: a cache of some rows, multiplied by two kernels."""
+
+    def run(params, cache, ids):
+        cache = scale(float(rows), options_of(rows))(cache)
+        return scale(2.0, options_of(rows))(cache), ids
+
+    return Lowering(run, jax.eval_shape(lambda: arguments(rows)))
+
+
+def options_of(rows):
+    return OPTIONS | {"out_type": jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
+
+
+def get_all(*sizes):
+    jax.clear_caches()
+    specs = {StepSpec(rows, rows, (1,), decode=True): rows for rows in sizes}
+    builds = {spec: lambda rows=rows: scaled_by(rows) for spec, rows in specs.items()}
+    return Programs().get_all(builds)
+
+
+def test_other_processes_lower_the_kernels_of_programs_that_the_store_lacks(in_helpers):
+    first, second = get_all(4, 8)
+    # Four kernels are enough for a process; the first program has two.
+    assert in_helpers == [False, True]
+    assert TRACES == [(False, True)] * 2
+    for program, rows in ((first, 4), (second, 8)):
+        params, cache, ids = arguments(rows)
+        found, _ = program(params, jnp.asarray(cache), ids)
+        np.testing.assert_array_equal(found, np.full((rows, WIDTH), rows * 2))
+    again = get_all(4, 8)
+    assert in_helpers == [False, True]
+    assert all(program.loaded for program in again)
+
+
+def test_without_the_store_this_process_lowers_all(in_helpers, monkeypatch):
+    monkeypatch.setattr(compilation, "_STORED_PLATFORMS", ())
+    get_all(4, 8)
+    assert in_helpers == []
+    assert len(TRACES) == 4
+
+
+def test_a_program_alone_counts_its_lowering_as_work_of_python(monkeypatch):
+    lower = compilation.Build.lower
+
+    def slowly(program, *given):
+        time.sleep(0.2)
+        lower(program, *given)
+        program._host_seconds += 0.2
+
+    monkeypatch.setattr(compilation.Build, "lower", slowly)
+    program = build()
+    assert 0.2 < program.host_seconds <= program.seconds
