@@ -225,7 +225,7 @@ def test_kernels_of_a_step_copy_weights_early(report, name):
 def test_a_step_of_a_llama_calls_a_library_for_products_of_many_tokens_alone(report, name):
     """All steps but that one have 256 tokens at most, or one kernel for the products of all steps."""
     libraries = {"__cublas$lt$matmul"} if name == "prefill" else set()
-    assert set(report(name)["custom_calls"]) == {"mosaic_gpu_v2"} | libraries
+    assert set(report(name)["custom_calls"]) - {"mosaic_gpu_v2"} == libraries
 
 
 @each(DIVIDED, *MORE_DIVIDED, SAMPLES)
