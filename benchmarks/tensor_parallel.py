@@ -136,10 +136,20 @@ def measure_launches(model: Model, params: Params, setting: Setting, steps: int)
             seconds(tokens)
         apart = [seconds(setting.new_tokens) - seconds(short) for _ in range(setting.repeats)]
         watch = watch_steps(llm.engine)
-        seconds(setting.new_tokens)
-        host = sum(watch.seconds.values()) - 2 * watch.seconds["wait"]
-    per_token = statistics.median(apart) / (setting.new_tokens - short)
-    return {"ms_per_token": per_token * 1e3, "host_ms": host / setting.new_tokens * 1e3}
+
+        def host_seconds(tokens: int) -> float:
+            before = dict(watch.seconds)
+            seconds(tokens)
+            spent = {name: now - before.get(name, 0.0) for name, now in watch.seconds.items()}
+            return sum(spent.values()) - 2 * spent["wait"]
+
+        # The steps of the prompts are in both.
+        host_apart = host_seconds(setting.new_tokens) - host_seconds(short)
+    count = setting.new_tokens - short
+    return {
+        "ms_per_token": statistics.median(apart) / count * 1e3,
+        "host_ms": host_apart / count * 1e3,
+    }
 
 
 class Comparison:
