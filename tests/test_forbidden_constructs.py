@@ -116,10 +116,13 @@ ASKS_A_SERVER = SERVER / "dashboard" / "sources.py"
 # Converts tokenizers with Transformers, in a process of its own that sees tokenizer files only.
 CONVERSION = ROOT / "jaxkv" / "text" / "conversion_process.py"
 
+# Sends kernels, which are Python objects, to processes that it has started, over pipes that no other process has.
+PIPES = ROOT / "pallas_kernels" / "lowering_helpers.py"
+
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in SOURCES if path not in (CONVERSION, ASKS_A_SERVER)],
+    [path for path in SOURCES if path not in (CONVERSION, ASKS_A_SERVER, PIPES)],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_packages_hold_nothing_that_runs_or_unpickles_what_it_reads(path):
@@ -148,6 +151,24 @@ def test_the_conversion_of_tokenizers_uses_one_loader_with_remote_code_off():
     options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     assert options["trust_remote_code"] is False
     assert options["local_files_only"] is True
+
+
+def test_processes_that_lower_kernels_read_pickles_from_their_pipes_alone():
+    source = PIPES.read_text(encoding="utf-8")
+    assert {what for _, what in offences(source)} == {"pickle"}
+    tree = ast.parse(source)
+    reads = {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func) in ("pickle.load", "pickle.loads", "pickle.Unpickler")
+    }
+    # The last is a message that the first or the second has read.
+    assert reads == {"pickle.load(answers)", "pickle.load(given)", "pickle.loads(packed)"}
+    pipes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+    assert "given, answers = (process.stdin, process.stdout)" in pipes
+    assert "given, answers = (sys.stdin.buffer, os.fdopen(os.dup(1), 'wb'))" in pipes
+    assert "packed = pickle.load(given)" in pipes
 
 
 def test_the_packages_were_found():
