@@ -181,7 +181,7 @@ class LoweringHelpers:
                     self._begun[future] = time.monotonic()
                     try:
                         answer: _Answer = ask(task)
-                    # Whatever it is, nobody may wait for this kernel, and what the process says next is not known.
+                    # Every error ends the wait for this kernel. What follows in the pipe may be the rest of this answer.
                     except Exception as error:
                         future.set_exception(RuntimeError(str(error)))
                         return

@@ -369,7 +369,7 @@ def collected(traced):
         return list(helpers._loaded)
 
 
-def test_nobody_waits_behind_an_answer_that_cannot_be_read(answers, lowered, caplog):
+def test_after_an_answer_that_cannot_be_read_the_process_is_asked_no_more(answers, lowered, caplog):
     answers += [(None, ""), (None,) * 5, (None, ""), (None, "")]
     traced = scaled()
     with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
