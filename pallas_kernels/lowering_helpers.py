@@ -181,7 +181,7 @@ class LoweringHelpers:
                     self._begun[future] = time.monotonic()
                     try:
                         answer: _Answer = ask(task)
-                    # Every error ends the wait for this kernel. What follows in the pipe may be the rest of this answer.
+                    # Every error ends the wait. What follows in the pipe may be the rest of this answer.
                     except Exception as error:
                         future.set_exception(RuntimeError(str(error)))
                         return
