@@ -72,7 +72,10 @@ class Ending:
 
 
 class End:
-    """A block's epilogue: `prepare` once, then `store` for each tile after all warps have written its sums."""
+    """A block's epilogue: `prepare` once, then `store` for each tile after all warps have written its sums.
+
+    With "staged_residual" among the references, the tile's residual has been copied there.
+    """
 
     def __init__(
         self,
@@ -140,8 +143,10 @@ class End:
                 continue
             # Issue all loads before the first store: the compiler does not move loads above stores.
             places = [pl.ds(column + start, width) for start in starts]
-            both = zip(sums, places, strict=True)
-            results = [self.ended(found, piece, rows, columns) for found, columns in both]
+            tiles = zip(sums, places, starts, strict=True)
+            results = [
+                self.ended(found, piece, rows, place, start) for found, place, start in tiles
+            ]
             self.put("out", results, rows, places)
             if self.ending.weighs:
                 squares = self.weigh(results, piece, rows, places)
@@ -168,8 +173,13 @@ class End:
             total *= broadcast(factors, total.shape, 0, piece.layout)
         return total
 
-    def ended(self, sums: list[Array], piece: Piece, rows: Slice, columns: Slice) -> Array:
-        """Returns some rows' results: bias, activation, gate and residual in float32, then the cast."""
+    def ended(
+        self, sums: list[Array], piece: Piece, rows: Slice, columns: Slice, start: int
+    ) -> Array:
+        """Returns some rows' results: bias, activation, gate and residual in float32, then the cast.
+
+        The columns begin `start` columns behind the tile's first.
+        """
         ending, refs, layout = self.ending, self.refs, piece.layout
 
         def of_columns(name: str, part: int) -> Array:
@@ -187,6 +197,8 @@ class End:
             total *= up
         if ending.has_residual:
             residual = refs["residual"].at[self.of_call(rows), columns]
+            if "staged_residual" in refs:
+                residual = refs["staged_residual"].at[rows, pl.ds(start, columns.size)]
             total += load(residual, layout).astype(jnp.float32)
         return total.astype(ending.result)
 

@@ -27,7 +27,7 @@ from pallas_kernels.skinny_matmul.mosaic_geometry import Geometry
 from pallas_kernels.skinny_matmul.mosaic_launch import Kernel
 from pallas_kernels.skinny_matmul.mosaic_many_rows import ManyRowsKernel, row_factors
 from pallas_kernels.skinny_matmul.mosaic_schedule import Schedule
-from pallas_kernels.skinny_matmul.mosaic_tiling import WINDOW, Tiling
+from pallas_kernels.skinny_matmul.mosaic_tiling import Tiling
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 
 
@@ -54,8 +54,8 @@ def skinny_matmul(
 ) -> Float[Array, "rows out"] | Weighed:
     """Implements `api.skinny_matmul`, with the schedule and the tiling for its shapes unless they are given.
 
-    More than 64 rows are multiplied by the kernel of mosaic_many_rows.py in tiles: under the fixed order of sums times
-    a weight of 16 bits, with the same bits, and otherwise times a weight in few bits.
+    More than 64 rows are multiplied by the kernel of mosaic_many_rows.py in tiles: times a weight of 16 bits, under the
+    fixed order of sums with the same bits, and in any order times a weight in few bits.
 
     With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly; reads out of bounds raise, and races
     are recorded.
@@ -69,15 +69,19 @@ def skinny_matmul(
     if interpret:
         # The interpreter does not support a cluster's stores, so XLA adds up the shares, in the same order.
         schedule = replace(schedule, cluster=1, splits=schedule.shares)
-    # Tiles of few bits have another order of sums than few rows.
-    in_tiles = len(x) > geometry.rows and (geometry.packing is None or not is_fixed())
-    # If tiles do not divide the columns, the last one overlaps its neighbour and some squares would count twice.
-    whole = schedule.splits == 1 and geometry.out % schedule.columns == 0
-    if in_tiles and geometry.gated:
-        # A gated tile of few rows adds up the squares of more columns than a consumer of many rows has. Without them
-        # weights in few bits have tiles. Others, whose squares have one order, stay groups of few rows.
-        whole = whole and geometry.packing is None
-        in_tiles = next_norm is None or not whole
+    # Tiles of few bits have another order of sums than few rows, and a gated tile of few rows adds up the squares of
+    # more columns than a consumer of many rows has.
+    in_groups = geometry.packing is not None or (geometry.gated and next_norm is not None)
+    part, adds_up = schedule.columns, schedule.splits == 1
+    if len(x) > geometry.rows and not (is_fixed() and in_groups):
+        tiling = tiling or Tiling.by_rule(geometry, len(x))
+        check_kernel(tiling.refusal(geometry))
+        own = tiling.own_columns(geometry)
+        part, adds_up = min(part, own) if is_fixed() else own, True
+    else:
+        tiling = None
+    # If parts do not divide the columns, the last tile overlaps its neighbour and some squares would count twice.
+    whole = adds_up and geometry.out % part == 0
     ending = Ending(
         result=x.dtype if options.result is None else jnp.dtype(options.result),
         activation=options.activation,
@@ -95,15 +99,12 @@ def skinny_matmul(
         "residual": residual,
         "next_norm": next_norm if ending.weighs else None,
     }
-    plan = {"geometry": geometry, "ending": ending, "interpret": interpret}
-    if in_tiles:
-        tiling = tiling or Tiling.by_rule(geometry, len(x))
-        check_kernel(tiling.refusal(geometry))
-        part = min(schedule.columns, tiling.own_columns(geometry))
+    early = are_arguments() and overlaps_launches()
+    plan = {"geometry": geometry, "ending": ending, "interpret": interpret, "early": early}
+    if tiling is not None:
         found = multiply_many_rows(weight, x, extras, **plan, tiling=tiling, part=part)
     else:
-        early = are_arguments() and overlaps_launches()
-        found = multiply(weight, x, extras, **plan, schedule=schedule, early=early)
+        found = multiply(weight, x, extras, **plan, schedule=schedule)
     if next_norm is None:
         return found[0]
     return Weighed(*found) if ending.weighs else weigh(found[0], next_norm[options.norm_row])
@@ -149,7 +150,7 @@ def multiply(
     return [_ended(total, extras, geometry, ending)]
 
 
-@partial(jax.jit, static_argnames=("geometry", "ending", "tiling", "part", "interpret"))
+@partial(jax.jit, static_argnames=("geometry", "ending", "tiling", "part", "interpret", "early"))
 def multiply_many_rows(
     weight: Shaped[Array, "weights inner"] | FewBits,
     x: Float[Array, "rows inner"],
@@ -160,9 +161,10 @@ def multiply_many_rows(
     tiling: Tiling,
     part: int,
     interpret: bool = False,
+    early: bool = False,
 ) -> list[Array]:
     """Runs the kernel for many rows; `part` is the columns over which the squares of a row are added up."""
-    rows, padded_rows = len(x), ceil(len(x) / WINDOW) * WINDOW
+    rows, padded_rows = len(x), ceil(len(x) / ROW_TILE) * ROW_TILE
     x, extras = _padded(x, extras, padded_rows)
     factors = None
     if extras["squares"] is not None:
@@ -172,11 +174,13 @@ def multiply_many_rows(
         factors = scales if factors is None else factors * scales
     if interpret:
         # The interpreter's copies do not fill rows past the end.
-        missing = tiling.row_tiles(padded_rows) * tiling.rows - padded_rows
-        x = jnp.pad(x, ((0, missing), (0, 0)))
+        x, extras = _padded(x, extras, tiling.row_tiles(padded_rows) * tiling.rows)
     inputs = {name: factors if name == "squares" else extras[name] for name in ending.inputs}
-    kernel = ManyRowsKernel(geometry, padded_rows, tiling, ending, part).build(interpret)
-    return _first_rows(kernel(*jax.tree.leaves(weight), x, *inputs.values()), rows)
+    residual = extras["residual"]
+    staged = None if residual is None or residual.dtype.itemsize > 2 else residual.dtype
+    kernel = ManyRowsKernel(geometry, padded_rows, tiling, ending, part, staged, early)
+    run = kernel.build(interpret)
+    return _first_rows(run(*jax.tree.leaves(weight), x, *inputs.values()), rows)
 
 
 def _first_rows(found: list[Array], rows: int) -> list[Array]:

@@ -27,7 +27,7 @@ from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.formats.few_bits import CODES
 from pallas_kernels.mosaic.few_bits_turn import Factors, Packing, add_widened, turn_factors
 from pallas_kernels.mosaic.jax_versions import assign, request_registers
-from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
+from pallas_kernels.mosaic.launch import LANE_PARAMS, await_previous, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns, swizzled
 from pallas_kernels.skinny_matmul.mosaic_ending import End, Ending
@@ -50,10 +50,12 @@ class ManyRowsKernel:
 
     Attributes:
         geometry: sizes of the weight.
-        rows: rows of the result, a multiple of `WINDOW`. TMA fills the last tile's other rows of x with zeros.
+        rows: rows of the result, a multiple of 8. TMA fills the last tile's other rows of x with zeros.
         tiling: how the product is divided.
         ending: the epilogue.
-        part: columns over which the squares of a row are added up, those of a tile of few rows.
+        part: columns over which the squares of a row are added up.
+        residual: dtype of the residual that is copied to shared memory; `None` if none is.
+        early: whether the weight is copied while the previous kernel still runs (`argument_weights`).
     """
 
     geometry: Geometry
@@ -61,6 +63,8 @@ class ManyRowsKernel:
     tiling: Tiling
     ending: Ending
     part: int
+    residual: DTypeLike | None = None
+    early: bool = False
 
     def build(self, interpret: bool) -> Callable[..., list[Array]]:
         """Returns the function of the weight's arrays, x and the epilogue's inputs that launches the kernel.
@@ -82,6 +86,7 @@ class ManyRowsKernel:
             # The kernel places its barriers between warps itself.
             compiler_params=LANE_PARAMS,
             interpret=interpret,
+            early=self.early,
             kernel_name="skinny_matmul_many_rows",
         )
 
@@ -105,7 +110,14 @@ class ManyRowsKernel:
         if t.cluster > 1:
             # A copy of x fills a stage of all blocks, so all must have released it.
             barrier = partial(plgpu.ClusterBarrier, collective_axes=(_RANK,))
+        extras: dict[str, Any] = {}
+        if self.residual is not None:
+            windows = (t.consumers, t.residual_windows)
+            shape = (*windows, WINDOW, t.own_columns(g))
+            extras["residuals"] = plgpu.SMEM(shape, self.residual)
+            extras["residual_arrived"] = plgpu.Barrier(num_barriers=windows[0] * windows[1])
         return {
+            **extras,
             "weights": slots(t.height, g.stored(g.turn), stored),
             "inputs": slots(t.rows, g.turn, g.multiplied),
             "sums": plgpu.SMEM((t.consumers, WGMMA_ROWS, WINDOW + PADDING), jnp.float32),
@@ -172,6 +184,15 @@ class _Block:
     def produce(self) -> None:
         """Runs the producer: copies each chunk into a stage that all consumers of the cluster have released."""
         stages = self.tiling.stages
+        begun = 0
+        if self.kernel.early:
+            begun = min(stages, self.turns)
+            column, row = self.find(jnp.int32(0))
+            for turn in range(begun):
+                self.fetch_weight(turn, column, jnp.int32(turn))
+            await_previous(interpret=self.interpret)
+            for turn in range(begun):
+                self.fetch_rows(turn, row, jnp.int32(turn))
 
         def process_tile(index: Array, carry: None) -> None:
             column, row = self.find(index)
@@ -180,10 +201,12 @@ class _Block:
                 step = index * self.turns + turn
                 slot = self.slot(step)
                 pl.when(step >= stages)(partial(plgpu.barrier_wait, self.refs["free"].at[slot]))
-                self.fetch(slot, column, row, turn)
+                self.fetch_weight(slot, column, turn)
+                self.fetch_rows(slot, row, turn)
                 return carry
 
-            lax.fori_loop(jnp.int32(0), jnp.int32(self.turns), process_turn, None)
+            first = jnp.where(index == 0, jnp.int32(begun), jnp.int32(0))
+            lax.fori_loop(first, jnp.int32(self.turns), process_turn, None)
             return carry
 
         lax.fori_loop(jnp.int32(0), self.tiles, process_tile, None)
@@ -196,13 +219,11 @@ class _Block:
 
         lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
-    def fetch(self, slot: Array, column: Array, row: Array, turn: Array) -> None:
-        """Starts the copies of one chunk; each consumer's rows of the weight are adjacent, gates before the others."""
+    def fetch_weight(self, slot: Array | int, column: Array, turn: Array) -> None:
+        """Starts the copies of a turn's weight; each consumer's rows are adjacent, gates before the others."""
         g, t, refs = self.geometry, self.tiling, self.refs
-        inner = pl.ds(pl.multiple_of(turn * g.turn, g.turn), g.turn)
         stored = g.stored(g.turn)
         octets = pl.ds(pl.multiple_of(turn * stored, stored), stored)
-        arrived = refs["arrived"].at[slot]
         # Without gates one copy has the rows of all consumers.
         size = t.own_columns(g) if g.gated else t.block_columns(g)
         for start in range(0, t.block_columns(g), size):
@@ -212,22 +233,32 @@ class _Block:
                 plgpu.copy_gmem_to_smem(
                     refs["weight"].at[pl.ds(rows, size), octets],
                     refs["weights"].at[slot, pl.ds(place, size)],
-                    arrived,
+                    refs["arrived"].at[slot],
                 )
+
+    def fetch_rows(self, slot: Array | int, row: Array, turn: Array) -> None:
+        """Starts the copy of a turn's rows of x."""
+        g, t, refs = self.geometry, self.tiling, self.refs
+        inner = pl.ds(pl.multiple_of(turn * g.turn, g.turn), g.turn)
         plgpu.copy_gmem_to_smem(
             refs["x"].at[pl.ds(row, t.rows), inner],
             refs["inputs"].at[slot],
-            arrived,
+            refs["arrived"].at[slot],
             collective_axes=_RANK if t.cluster > 1 else None,
         )
 
     def consume(self, warpgroup: Array) -> None:
         """Runs a consumer: multiplies its 64 rows of the weight with the tile's rows of x, and stores the result."""
+        if self.kernel.early:
+            await_previous(interpret=self.interpret)
 
         def process_tile(index: Array, carry: None) -> None:
             column, row = self.find(index)
             own = self.tiling.own_columns(self.geometry)
             column = pl.multiple_of(column + warpgroup * own, ROW_TILE)
+            if self.kernel.residual is not None:
+                for number in range(self.tiling.residual_windows):
+                    self.in_window(row, number, partial(self.fetch_residual, warpgroup, column))
             packing = self.geometry.packing
             if packing is None:
                 sums = self.multiply(warpgroup, index)
@@ -316,31 +347,89 @@ class _Block:
 
     def store(self, warpgroup: Array, sums: Array, column: Array, row: Array) -> None:
         """Runs the epilogue of few rows on one window of rows after the other."""
-        staged = self.refs["sums"].at[warpgroup]
+        staged, windows = self.refs["sums"].at[warpgroup], self.tiling.residual_windows
 
-        def store_window(first: int) -> None:
-            assign(staged.at[:, pl.ds(0, WINDOW)], ..., rows_of(sums, first, WINDOW))
+        def store_window(window: "_Window") -> None:
+            assign(
+                staged.at[:, pl.ds(0, WINDOW)], ..., rows_of(sums, window.number * WINDOW, WINDOW)
+            )
+            residual = None
+            if self.kernel.residual is not None:
+                place = window.number % windows
+                plgpu.barrier_wait(self.refs["residual_arrived"].at[warpgroup * windows + place])
+                residual = self.refs["residuals"].at[warpgroup, place]
             plgpu.commit_smem()
-            self.end(staged, column, pl.multiple_of(row + first, ROW_TILE))
+            self.end(staged, residual, column, window)
             plgpu.commit_smem()
+            if (
+                self.kernel.residual is not None
+                and window.number + windows < self.tiling.rows // WINDOW
+            ):
+                later = window.number + windows
+                self.in_window(row, later, partial(self.fetch_residual, warpgroup, column))
 
-        for first in range(0, self.tiling.rows, WINDOW):
-            pl.when(row + first < self.kernel.rows)(partial(store_window, first))
+        for number in range(self.tiling.rows // WINDOW):
+            self.in_window(row, number, store_window)
 
-    def end(self, staged: Ref, column: Array, row: Array) -> None:
+    def in_window(self, row: Array, number: int, run: Callable[["_Window"], None]) -> None:
+        """Runs code on a window of the tile that begins at `row`, if the window has rows of the call."""
+        first = row + number * WINDOW
+        place = pl.multiple_of(first, ROW_TILE)
+        rest = self.kernel.rows % WINDOW
+        pl.when(first + WINDOW <= self.kernel.rows)(lambda: run(_Window(number, place, WINDOW)))
+        # Tiles begin at multiples of their rows, so one window alone can be the last that has fewer rows.
+        if rest and self.kernel.rows % self.tiling.rows // WINDOW == number:
+            is_last = first + rest == self.kernel.rows
+            pl.when(is_last)(lambda: run(_Window(number, place, rest)))
+
+    def fetch_residual(self, warpgroup: Array, column: Array, window: "_Window") -> None:
+        """Starts the copy of a window's residual; TMA fills rows past the end with zeros."""
+        windows = self.tiling.residual_windows
+        place = window.number % windows
+        plgpu.copy_gmem_to_smem(
+            self.refs["residual"].at[
+                pl.ds(window.row, WINDOW), pl.ds(column, self.tiling.own_columns(self.geometry))
+            ],
+            self.refs["residuals"].at[warpgroup, place],
+            self.refs["residual_arrived"].at[warpgroup * windows + place],
+        )
+
+    def end(self, staged: Ref, residual: Ref | None, column: Array, window: "_Window") -> None:
         """Stores the results of a window, whose sums are in shared memory, by the code of few rows."""
         g, k, own = self.geometry, self.kernel, self.tiling.own_columns(self.geometry)
         # The squares of each part are added up by themselves.
         width = min(own, k.part) if k.ending.weighs else own
         refs = dict(self.refs)
         if k.ending.has_factors:
-            refs["factors"] = refs["factors"].at[pl.ds(row, WINDOW)]
-        window = replace(g, rows=WINDOW)
+            refs["factors"] = refs["factors"].at[pl.ds(window.row, window.count)]
+        rows = replace(g, rows=window.count)
         for start in range(0, own, width):
             place = pl.multiple_of(column + start, ROW_TILE)
             refs["sums"] = staged.at[pl.ds(start, width * g.parts)]
-            end = End(window, Schedule(width, 1, 1, 1, 1, 1), k.ending, refs, row)
-            end.store(lax.div(place, jnp.int32(k.part)), place, jnp.int32(0), 0, WINDOW)
+            if residual is not None:
+                refs["staged_residual"] = residual.at[:, pl.ds(start, width)]
+            end = End(rows, _schedule(width), k.ending, refs, window.row)
+            end.store(lax.div(place, jnp.int32(k.part)), place, jnp.int32(0), 0, window.count)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some adjacent rows of a tile whose results are stored at once.
+
+    Attributes:
+        number: index in the tile.
+        row: first row of the call.
+        count: number of rows, `WINDOW` but for the last rows of the call.
+    """
+
+    number: int
+    row: Array
+    count: int
+
+
+def _schedule(columns: int) -> Schedule:
+    """Returns a schedule of few rows whose tiles have these columns, for the epilogue."""
+    return Schedule(columns, 1, 1, 1, 1, 1)
 
 
 def row_factors(squares: Array, geometry: Geometry, ending: Ending, *, interpret: bool) -> Array:
@@ -363,7 +452,7 @@ def row_factors(squares: Array, geometry: Geometry, ending: Ending, *, interpret
     def body(squares: Ref, factors: Ref) -> None:
         first = pl.multiple_of(lax.axis_index("block") * _ROOTS, ROW_TILE)
         refs = {"squares": squares, "factors": factors.at[pl.ds(first, _ROOTS)]}
-        End(few, Schedule(ROW_TILE, 1, 1, 1, 1, 1), ending, refs, first).prepare()
+        End(few, _schedule(ROW_TILE), ending, refs, first).prepare()
 
     return mosaic_kernel(
         body,

@@ -27,6 +27,8 @@ _MOST_CLUSTER, _MOST_CONSUMERS, _MOST_ROWS = 2, 2, 256
 _MOST_ROWS_OF_168, _MOST_WIDENED_OF_168 = 224, 160
 # Most stages; more do not increase the bandwidth.
 _MOST_STAGES = 10
+# Windows of the residual that are in shared memory at once: all of a tile of up to four, and two of a larger one.
+_ALL_WINDOWS, _SOME_WINDOWS = 4, 2
 # Bytes of x times rows of the weight that an SM's tensor cores multiply per clock: 2048 products of 16 bits.
 _PRODUCTS = 4096
 # Bytes per clock from L2 that one SM reads at most, and that all SMs read together.
@@ -101,6 +103,12 @@ class Tiling:
         return None
 
     @property
+    def residual_windows(self) -> int:
+        """Windows of the residual that are in shared memory at once."""
+        windows = self.rows // WINDOW
+        return windows if windows <= _ALL_WINDOWS else _SOME_WINDOWS
+
+    @property
     def height(self) -> int:
         """Rows of the weight in a stage."""
         return self.consumers * WGMMA_ROWS
@@ -161,5 +169,7 @@ class Tiling:
     def shared_bytes(self, geometry: Geometry) -> int:
         """Returns the shared memory of one block in bytes."""
         sums = 4 * self.height * (WINDOW + PADDING)
-        sums = ceil(sums / SHARED_ALIGNMENT) * SHARED_ALIGNMENT
-        return self.stages * self.slot_bytes(geometry) + sums + OTHER_BYTES
+        # Of 16 bits; a wider residual is not copied.
+        residuals = 2 * self.residual_windows * WINDOW * self.block_columns(geometry)
+        staged = sum(ceil(size / SHARED_ALIGNMENT) * SHARED_ALIGNMENT for size in (sums, residuals))
+        return self.stages * self.slot_bytes(geometry) + staged + OTHER_BYTES
