@@ -48,19 +48,29 @@ def computed_weights(jaxpr: Jaxpr, are_given: Sequence[bool]) -> set[str]:
         jaxpr: the trace.
         are_given: for each variable of its input whether it is an argument of the whole program that is not donated.
     """
-    known = {
-        variable for variable, is_given in zip(jaxpr.invars, are_given, strict=True) if is_given
-    }
-    found: set[str] = set()
-    for equation in jaxpr.eqns:
-        given = [isinstance(one, Var) and one in known for one in equation.invars]
-        name = str(equation.params.get("name"))
-        if str(equation.primitive) in _KERNELS:
-            found |= {name} if name.endswith(EARLY) and not given[0] else set()
-            continue
-        for inner, are_inner in _inner(equation, given):
-            found |= computed_weights(inner, are_inner)
-    return found
+    return _computed(jaxpr, tuple(are_given), {})
+
+
+def _computed(
+    jaxpr: Jaxpr, are_given: tuple[bool, ...], known: dict[tuple[int, tuple[bool, ...]], set[str]]
+) -> set[str]:
+    """Returns what `computed_weights` does; `known` has the answers for traces that several equations share."""
+    key = id(jaxpr), are_given
+    if key not in known:
+        arguments = {
+            variable for variable, is_given in zip(jaxpr.invars, are_given, strict=True) if is_given
+        }
+        found: set[str] = set()
+        for equation in jaxpr.eqns:
+            given = [isinstance(one, Var) and one in arguments for one in equation.invars]
+            name = str(equation.params.get("name"))
+            if str(equation.primitive) in _KERNELS:
+                found |= {name} if name.endswith(EARLY) and not given[0] else set()
+                continue
+            for inner, are_inner in _inner(equation, given):
+                found |= _computed(inner, tuple(are_inner), known)
+        known[key] = found
+    return known[key]
 
 
 def _inner(equation: JaxprEqn, given: list[bool]) -> Iterator[tuple[Jaxpr, list[bool]]]:

@@ -43,6 +43,7 @@ class Kernel:
         options: those of `plgpu.kernel`.
         in_order: whether it was called inside `fixed_order`.
         given: whether it was called inside `argument_weights`.
+        changes: positions of the operands that it changes in place.
     """
 
     text: str
@@ -51,16 +52,24 @@ class Kernel:
     options: Mapping[str, Any]
     in_order: bool
     given: bool
+    changes: tuple[int, ...] = ()
 
     def run(self, *arrays: Any) -> list[Any]:  # noqa: ANN401 - arrays and tracers of JAX
-        """Launches the kernel, in the contexts of its call; returns the leaves of its results."""
+        """Launches the kernel, in the contexts of its call.
+
+        Returns:
+            The leaves of its results, then the operands that it has changed.
+        """
         with fixed_order(self.in_order), argument_weights(self.given):
-            return jax.tree.leaves(self.launch(self.body, self.options)(*arrays))
+            refs = {at: jax.new_ref(arrays[at]) for at in self.changes}
+            operands = [refs.get(at, array) for at, array in enumerate(arrays)]
+            found = jax.tree.leaves(self.launch(self.body, self.options)(*operands))
+            return [*found, *map(jax.freeze, refs.values())]
 
     def is_as_described(self) -> bool:
         """Whether `text` describes this kernel, which a copy from another process may lose."""
         return self.text == _text_of(
-            self.launch, self.body, self.options, self.in_order, self.given
+            self.launch, self.body, self.options, self.in_order, self.given, self.changes
         )
 
     def __eq__(self, other: object) -> bool:
@@ -82,7 +91,7 @@ def deferred(
 ) -> Callable[..., Any]:
     """Returns a function that does what `launch(body, options)` does, and leaves the trace of `body` to the lowering.
 
-    It calls that at once if an operand is a Ref, which the kernel changes, or if `describe` does not know a value.
+    It calls that at once if `describe` does not know a value. The kernel changes operands that are Refs.
 
     Args:
         launch: returns a function of arrays that runs the kernel. It runs again in each lowering.
@@ -90,19 +99,28 @@ def deferred(
         options: those of `plgpu.kernel`; "out_type" and "kernel_name" among them.
     """
     in_order, given = is_fixed(), are_arguments()
+    parts = (launch, body, options, in_order, given)
     try:
-        text = _text_of(launch, body, options, in_order, given)
+        _text_of(*parts)
     except _Unknown:
         return launch(body, options)
-    kernel = Kernel(text, launch, body, options, in_order, given)
     leaves, structure = jax.tree.flatten(options["out_type"])
     types = tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
 
-    def call(*arrays: Any) -> Any:  # noqa: ANN401 - as the launch returns it
-        if not all(isinstance(jax.typeof(each), ShapedArray) for each in arrays):
-            return launch(body, options)(*arrays)
-        name = options["kernel_name"]
-        return structure.unflatten(_primitive.bind(*arrays, kernel=kernel, name=name, types=types))
+    def call(*operands: Any) -> Any:  # noqa: ANN401 - as the launch returns it
+        is_ref = [not isinstance(jax.typeof(each), ShapedArray) for each in operands]
+        changes = tuple(at for at, changed in enumerate(is_ref) if changed)
+        kernel = Kernel(_text_of(*parts, changes), *parts, changes)
+        arrays = [
+            each[...] if changed else each for each, changed in zip(operands, is_ref, strict=True)
+        ]
+        changed = tuple(ShapedArray(arrays[at].shape, arrays[at].dtype) for at in changes)
+        found = _primitive.bind(
+            *arrays, kernel=kernel, name=options["kernel_name"], types=types + changed
+        )
+        for at, array in zip(changes, found[len(types) :], strict=True):
+            operands[at][...] = array
+        return structure.unflatten(found[: len(types)])
 
     return call
 

@@ -92,6 +92,7 @@ class LoweringHelpers:
         found = min(_MOST, _cores() - _OWN_CORES, _memory() // _MEMORY_EACH)
         self._most = found if most is None else most
         self._lowered: dict[Instance, Future[bytes]] = {}
+        self._kernels: dict[jax.stages.Traced, tuple[Instance, ...]] = {}
         self._waiting: SimpleQueue[tuple[Future[bytes], bytes] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -135,7 +136,8 @@ class LoweringHelpers:
         if self._most < 1 or gpu_arch() not in (None, HOPPER):
             return False
         are_asked_for = False
-        for instance in instances(traced.jaxpr.jaxpr, platforms):
+        self._kernels[traced] = tuple(instances(traced.jaxpr.jaxpr, platforms))
+        for instance in self._kernels[traced]:
             are_asked_for |= instance in self._lowered
             if instance in self._lowered or instance.is_lowered:
                 continue
@@ -150,9 +152,16 @@ class LoweringHelpers:
                 self._start()
         return are_asked_for and bool(self._threads)
 
-    def collect(self, traced: jax.stages.Traced, platforms: tuple[str, ...]) -> None:
+    def is_done(self, traced: jax.stages.Traced) -> bool:
+        """Returns whether no kernel of a program that was asked for is still to be lowered by a process."""
+        kernels = self._kernels.get(traced, ())
+        return all(
+            kernel not in self._lowered or self._lowered[kernel].done() for kernel in kernels
+        )
+
+    def collect(self, traced: jax.stages.Traced) -> None:
         """Waits for the kernels of a program that are being lowered; those that no process has begun are left."""
-        for instance in instances(traced.jaxpr.jaxpr, platforms):
+        for instance in self._kernels.get(traced, ()):
             future = self._lowered.get(instance)
             if future is None or instance.is_lowered or future.cancel():
                 continue

@@ -15,7 +15,7 @@ import jax
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs.alias_flow import PoolCopy, follow_pools
-from jaxkv.programs.hlo import Module, find_instructions, parse_module
+from jaxkv.programs.hlo import Module, find_instructions, parse_module, text_of
 
 SMALL_BYTES = 4096
 """Arrays up to this size may be copied: that costs less than launching the kernel that does it."""
@@ -87,7 +87,7 @@ def audit(compiled: jax.stages.Compiled, *, cache_argument: int | None) -> Audit
     pools = _find_pools(compiled, cache_argument)
     memory = compiled.memory_analysis()
     assert memory is not None, "every backend we compile for reports its memory"
-    text = compiled.as_text() or ""
+    text = text_of(compiled)
     module = parse_module(text)
     backend = next(iter(jax.tree.leaves(compiled.input_shardings)[0].device_set)).platform
     problems = _alias_problems(pools, module, memory.alias_size_in_bytes)
@@ -124,7 +124,7 @@ def sum_bytes(text: str) -> int:
     of memory do not count them.
 
     Args:
-        text: the result of `Compiled.as_text()`.
+        text: the result of `Compiled.as_text()` or `text_of`.
     """
     kept = 0
     for line in find_instructions(text, "all-reduce") + find_instructions(text, "all-reduce-start"):

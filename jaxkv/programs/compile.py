@@ -103,6 +103,10 @@ class Build:
             return False
         return helpers.request(self.traced, _PLATFORMS)
 
+    def is_ready(self, helpers: LoweringHelpers) -> bool:
+        """Returns whether `lower` would wait for no process."""
+        return helpers.is_done(self.traced)
+
     def lower(self, helpers: LoweringHelpers | None = None) -> None:
         """Lowers the program in this thread, with the kernels that processes have lowered.
 
@@ -111,7 +115,7 @@ class Build:
         """
         start = time.perf_counter()
         if helpers is not None:
-            helpers.collect(self.traced, _PLATFORMS)
+            helpers.collect(self.traced)
         with quick_lowering():
             self._lowered = self.traced.lower()
         self._host_seconds += time.perf_counter() - start

@@ -7,7 +7,6 @@ never compiles, and compiling never runs one, so a warm-up does not change the c
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -238,9 +237,10 @@ def _ready(
 ) -> Iterator[tuple[ProgramSpec, Build]]:
     """Traces programs, lowers them, and yields each as soon as only XLA has work with it.
 
-    Those whose kernels other processes lower come last: this thread traces all programs meanwhile.
+    Those whose kernels other processes lower come last, in the order in which these processes have them: this thread
+    traces all programs meanwhile.
     """
-    waiting: deque[tuple[ProgramSpec, Build]] = deque()
+    waiting: list[tuple[ProgramSpec, Build]] = []
     for spec, build in missing.items():
         program = Build(spec.name, build())
         if program.request(helpers):
@@ -250,7 +250,8 @@ def _ready(
             program.lower(helpers)
         yield spec, program
     while waiting:
-        spec, program = waiting.popleft()
+        ready = (at for at, (_, program) in enumerate(waiting) if program.is_ready(helpers))
+        spec, program = waiting.pop(next(ready, 0))
         program.lower(helpers)
         yield spec, program
     helpers.end()

@@ -24,7 +24,8 @@ PROGRAMS = (
 )
 KERNELS = {
     *("paged_attention", "ragged_attention", "latent_attention", "sparse_attention", "ssd_decays"),
-    *("skinny_matmul_of_argument", "skinny_matmul_many_rows", "grouped_matmul"),
+    *("skinny_matmul_of_argument", "skinny_matmul_many_rows_of_argument", "grouped_matmul"),
+    *("rotary_write", "page_write", "causal_conv", "ssd_scan"),
 }
 
 

@@ -64,10 +64,10 @@ def launch_of_two(body, options):
 
 
 def launch_in_place(body, options):
-    def run(ref):
+    def run(array, ref):
         TRACES.append(ref)
         ref[...] = ref[...] * 2
-        return ref[...]
+        return array[...] + ref[...]
 
     return run
 
@@ -147,16 +147,27 @@ def test_results_have_the_structure_of_the_launch():
     assert found["second"].dtype == jnp.int32
 
 
-def test_a_kernel_that_changes_an_operand_is_launched_at_once():
-    def program(x):
+def test_a_kernel_changes_operands_that_are_refs_and_keeps_the_others():
+    def program(x, y):
         ref = jax.new_ref(x)
-        deferred(launch_in_place, Sizes(2.0).body, OPTIONS)(ref)
-        return ref[...]
+        out = deferred(launch_in_place, Sizes(2.0).body, OPTIONS)(y, ref)
+        return out, jax.freeze(ref)
 
-    traced = jax.jit(program).trace(X)
+    traced = jax.jit(program).trace(X, X + 1)
+    assert DEFERRED in equations(traced)
+    assert not TRACES
+    out, changed = traced.lower().compile()(X, X + 1)
+    np.testing.assert_array_equal(out, np.arange(8) * 3 + 1)
+    np.testing.assert_array_equal(changed, np.arange(8) * 2)
     assert len(TRACES) == 1
-    np.testing.assert_array_equal(traced.lower().compile()(X), np.arange(8) * 2)
-    assert len(TRACES) == 1
+
+
+def test_a_kernel_that_changes_an_operand_is_another_than_one_that_reads_it():
+    def text(wrap):
+        call = deferred(launch_in_place, Sizes(2.0).body, OPTIONS)
+        return str(jax.jit(lambda x, y: call(wrap(x), jax.new_ref(y))).trace(X, X).jaxpr)
+
+    assert text(jax.new_ref) != text(lambda x: x)
 
 
 @pytest.mark.parametrize("in_order", [False, True])

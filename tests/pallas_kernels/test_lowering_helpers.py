@@ -72,7 +72,7 @@ def in_helpers(monkeypatch):
 def waited(helpers, traced):
     """Collects what helpers have lowered, once they have lowered all."""
     assert not wait(helpers._lowered.values(), 60).not_done
-    helpers.collect(traced, CPU)
+    helpers.collect(traced)
 
 
 def test_a_kernel_is_lowered_by_another_process_and_is_the_same(lowered):
@@ -104,7 +104,7 @@ def test_few_kernels_start_no_process(lowered):
     with LoweringHelpers(8) as helpers:
         helpers.request(traced, CPU)
         assert helpers._threads == []
-        helpers.collect(traced, CPU)
+        helpers.collect(traced)
     assert lowered == {}
     np.testing.assert_array_equal(traced.lower().compile()(X), np.arange(8) * 24)
 
@@ -143,7 +143,7 @@ def test_what_another_process_cannot_lower_is_lowered_here_and_said(
         first = next(iter(helpers._lowered.values()))
         with pytest.raises(RuntimeError):
             first.result(60)
-        helpers.collect(traced, CPU)
+        helpers.collect(traced)
         assert lowered == {}
         np.testing.assert_array_equal(traced.lower().compile()(X), np.arange(8) * 16)
     (record,) = caplog.records
@@ -156,7 +156,7 @@ def test_other_sources_are_refused(lowered, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
         helpers.request(traced, CPU)
         helpers._threads[0].join(60)
-        helpers.collect(traced, CPU)
+        helpers.collect(traced)
     assert lowered == {}
     assert "have changed since they were imported" in caplog.text
     np.testing.assert_array_equal(traced.lower().compile()(X), PRODUCT)
@@ -194,12 +194,14 @@ def test_a_kernel_that_takes_too_long_is_lowered_here(lowered, monkeypatch, capl
     monkeypatch.setattr(lowering_helpers, "_LONGEST", 0.05)
     traced = scaled()
     with caplog.at_level(logging.WARNING), LoweringHelpers(0) as helpers:
-        for instance in instances(traced.jaxpr.jaxpr, CPU):
+        kernels = helpers._kernels[traced] = tuple(instances(traced.jaxpr.jaxpr, CPU))
+        for instance in kernels:
             future = helpers._lowered[instance] = Future()
             future.set_running_or_notify_cancel()
             helpers._begun[future] = time.monotonic()
+        assert not helpers.is_done(traced)
         start = time.monotonic()
-        helpers.collect(traced, CPU)
+        helpers.collect(traced)
         # All have begun at the same time, so one limit is that of all.
         assert time.monotonic() - start < 0.15
     assert lowered == {}
@@ -213,7 +215,7 @@ def test_processes_end_after_what_waits(lowered):
         helpers.end()
         helpers._threads[0].join(60)
         assert helpers._processes[0].returncode is not None
-        helpers.collect(traced, CPU)
+        helpers.collect(traced)
     assert len(lowered) == len(FACTORS)
 
 
@@ -375,7 +377,7 @@ def test_after_an_answer_that_cannot_be_read_the_process_is_asked_no_more(answer
     with caplog.at_level(logging.WARNING), LoweringHelpers(1) as helpers:
         helpers.request(traced, CPU)
         helpers._threads[0].join(60)
-        helpers.collect(traced, CPU)
+        helpers.collect(traced)
     assert len(lowered) == 1
     assert len(answers) == 2
     assert "scale: " in caplog.text
