@@ -29,14 +29,10 @@ from jaxkv.step.step import forward, step
 from jaxkv.step.text_drafter import TextDrafter
 from jaxkv.step.verify import verify_step
 from jaxkv.weights.quantised.weight_forms import has_few_bits
+from pallas_kernels.skinny_matmul.api import MOST_ROWS
 
-_MOST_TOKENS_OF_TRITON = 256
-"""Most tokens of a step whose products XLA may compute with kernels of its own, beside those of NVIDIA's libraries.
-
-In longer steps prompts with the kernels that it generates and tries (Triton) were at most 2% faster on an H200 for the
-8B shape, and up to a fifth slower for the 0.6B shape. Compiling all that it tries takes a third of the time to build
-the programs of a small model.
-"""
+_LIBRARIES = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""Options of XLA with which products are those that NVIDIA's libraries choose."""
 
 _SPARE_ROWS = 8
 """A compiled program with up to this many times the rows is used instead of compiling a new one."""
@@ -255,13 +251,20 @@ class StepSpec(ProgramSpec["Runner"]):
     def with_options(self, runner: Runner, lowering: Lowering) -> Lowering:
         """Returns the lowering of a step with XLA's options for its size.
 
+        Steps of more tokens than our kernels multiply have the products of NVIDIA's libraries, not those that XLA
+        generates and tries (Triton). On an H200 these made a layer of the 0.6B shape up to 11% slower at 80 to 256
+        tokens, one of the 8B shape between 5% slower and 5% faster, and longer prompts of the 0.6B shape up to a fifth
+        slower. Compiling all that XLA tries takes a third of the time to build the programs of a small model. The
+        libraries choose their kernels themselves: those that XLA measures as the fastest made a layer at most 3%
+        faster, which is the noise of these measurements.
+
         Where sums have a fixed order, one kernel computes the products of all sizes of steps. Where none of our kernels
         widens weights of few bits, only Triton's do so without a copy.
         """
-        is_short = self.tokens <= _MOST_TOKENS_OF_TRITON
+        is_short = self.tokens <= MOST_ROWS
         if is_short or runner.model.batch_invariant or has_few_bits(runner.params):
             return lowering
-        return replace(lowering, compiler_options={"xla_gpu_enable_triton_gemm": False})
+        return replace(lowering, compiler_options=_LIBRARIES)
 
     def params_of(self, runner: Runner) -> Any:  # noqa: ANN401 - a pytree
         """Returns the program's first argument: the parameters, and in a step with adapters their factors too."""

@@ -223,7 +223,7 @@ def test_kernels_of_a_step_copy_weights_early(report, name):
 
 @each(*(name for name in STEPS if name in KERNELS))
 def test_a_step_of_a_llama_calls_a_library_for_products_of_many_tokens_alone(report, name):
-    """All steps but that one have 256 tokens at most, or one kernel for the products of all steps."""
+    """All steps but that one have as few as our kernels multiply, or one kernel for the products of all steps."""
     libraries = {"__cublas$lt$matmul"} if name == "prefill" else set()
     assert set(report(name)["custom_calls"]) - {"mosaic_gpu_v2"} == libraries
 
@@ -310,7 +310,8 @@ def test_what_moves_pages_takes_no_more_memory_than_they_and_one_launch(report):
     assert out["temp_bytes"] <= 16 * UNIT + 4096
     assert back["temp_bytes"] <= 16 * UNIT
     assert out["command_buffers"] == back["command_buffers"] == 1
-    assert out["captured"] <= 2 * 16 + 2
+    # Of keys and values: reads of each, and one array per page.
+    assert out["captured"] <= 16 + 2
 
 
 def test_swapped_pools_are_refused_on_an_h200(report):

@@ -122,7 +122,7 @@ def test_whole_steps_and_first_programs_do_not_serve_for_each_other():
     assert len({whole.name, first.name}) == len({str(whole), str(first)}) == 2
 
 
-WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+LIBRARIES = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
 def options(tokens, *, score=False, batch_invariant=False, params=None):
@@ -138,8 +138,8 @@ def options(tokens, *, score=False, batch_invariant=False, params=None):
 
 @pytest.mark.parametrize("score", [False, True])
 def test_products_of_long_steps_are_those_of_libraries(score):
-    found = {tokens: options(tokens, score=score) for tokens in (64, 256, 257, 2048)}
-    assert found == {64: None, 256: None, 257: WITHOUT_TRITON, 2048: WITHOUT_TRITON}
+    found = {tokens: options(tokens, score=score) for tokens in (64, 80, 2048)}
+    assert found == {64: None, 80: LIBRARIES, 2048: LIBRARIES}
 
 
 def test_products_have_one_kernel_where_sums_have_a_fixed_order():
