@@ -58,7 +58,7 @@ from jaxkv.given_samples import (
     given_sampling,
     replay_salt,
 )
-from jaxkv.memory import named_exhaustion
+from jaxkv.memory import named_exhaustion, start_devices
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.protocol import Model, Params
@@ -339,6 +339,7 @@ class LLM:
         directory = resolve_model(model, revision, progress=progress)
         config = load_config(directory, ignore_config_keys=ignore_config_keys)
         dtype = resolve_dtype(dtype, config.dtype)
+        start_devices()
         enable_compile_cache()
         decoder = build_model(config, implementation=implementation)
         tokenizer = load_tokenizer(directory)

@@ -2,11 +2,13 @@
 
 import gc
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import jax
+import numpy as np
 
 from jaxkv.errors import OutOfMemory
 
@@ -118,6 +120,25 @@ def _hierarchical_limits(stat: str) -> Iterator[int]:
         name, _, value = line.partition(" ")
         if name == "hierarchical_memory_limit":
             yield int(value)
+
+
+def start_devices() -> threading.Thread:
+    """Starts to initialise the devices in a thread, so that Python can read and trace a model meanwhile.
+
+    A GPU's first array takes up to two seconds, mostly for JAX's pool of memory. A failure is left to the first use of
+    the devices by another thread, which raises it again.
+
+    Returns:
+        The thread, which need not be waited for.
+    """
+
+    def start() -> None:
+        with suppress(RuntimeError):
+            jax.block_until_ready(jax.device_put(np.zeros(1, np.int8)))
+
+    thread = threading.Thread(target=start, name="jaxkv-devices", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager
