@@ -1,6 +1,6 @@
 """The file format of saved prefixes: safetensors, written unit by unit, so that no second copy of a cache is needed.
 
-Its tensors: the tables of a catalogue, and of each group and array one row of bytes per page or state, with a CRC-32 of
+Its tensors: the tables of a catalogue, and of each group and role one row of bytes per page or state, with a CRC-32 of
 each unit. Its metadata: the model, a checksum of its weights, and the cache's layout, which must all be equal.
 """
 
@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from jaxkv.cache.spec import CacheLayout, Group
 from jaxkv.errors import BadCheckpoint
 from jaxkv.offload.prefix_catalogue import ROOT, Catalogue, CheckpointEntry
 from jaxkv.offload.prefix_tables import FORMAT, crc32, table_names
-from jaxkv.offload.programs import unit_shapes
+from jaxkv.offload.programs import role_stacks, unit_shapes
 from jaxkv.wording import clip, listed, shown
 
 _INTS, _CRCS, _BYTES = "I32", "U32", "U8"
@@ -30,7 +31,7 @@ _DTYPES = {_INTS: np.dtype("<i4"), _CRCS: np.dtype("<u4"), _BYTES: np.dtype("u1"
 _ALIGNMENT = 8
 
 Unit = tuple[np.ndarray, ...]
-"""A page or state on the host: one array per role, in the order of `unit_shapes`."""
+"""A page or state on the host: the arrays of `unit_shapes`."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def save_file(
             _write_at(file, tensors[name].start, table)
         for group in _kept_groups(identity.layout):
             for row, unit in enumerate(units(group.name)):
-                parts = [np.ascontiguousarray(array).view(np.uint8) for array in unit]
+                by_role = (part for array in unit for part in array)
+                parts = [np.ascontiguousarray(part).view(np.uint8) for part in by_role]
                 crc = np.array([crc32(parts)], _DTYPES[_CRCS])
                 _write_at(file, tensors[_crc_name(group)].start + row * crc.nbytes, crc)
                 for role, part in zip(_roles(group), parts, strict=True):
@@ -190,9 +192,10 @@ class PrefixFile:
 
     def read(self, group: Group, row: int) -> Unit:
         """Returns a page or state of a group; `check` it first."""
+        parts = iter(self._parts(group, row))
         return tuple(
-            part.view(shape.dtype).reshape(shape.shape)
-            for part, shape in zip(self._parts(group, row), unit_shapes(group), strict=True)
+            np.stack([*islice(parts, shape.shape[0])]).view(shape.dtype).reshape(shape.shape)
+            for shape in unit_shapes(group)
         )
 
     def _parts(self, group: Group, row: int) -> list[np.ndarray]:
@@ -318,9 +321,10 @@ def _tensors(layout: CacheLayout, catalogue: Catalogue) -> dict[str, _Tensor]:
     for group in _kept_groups(layout):
         count = counts[group.name]
         tensors[_crc_name(group)] = _Tensor(_CRCS, (count,))
-        for role, shape in zip(_roles(group), unit_shapes(group), strict=True):
-            row = shape.size * shape.dtype.itemsize
-            tensors[f"{group.name}.{role}"] = _Tensor(_BYTES, (count, row))
+        for stack, shape in zip(role_stacks(group), unit_shapes(group), strict=True):
+            row = shape.size // len(stack) * shape.dtype.itemsize
+            for array in stack:
+                tensors[f"{group.name}.{array.role}"] = _Tensor(_BYTES, (count, row))
     return tensors
 
 

@@ -26,19 +26,21 @@ _PROGRAMS = {}
 
 
 class Device:
-    """A cache full of random bytes, and the part of a runner that moves them."""
+    """A cache full of random bytes, on one device or divided by a mesh, and the part of a runner that moves them."""
 
-    def __init__(self, layout, count, seed=0):
+    def __init__(self, layout, count, seed=0, mesh=None):
         self.layout = layout
-        self.owner = CacheOwner(layout, counts_of(layout, count))
-        self.programs = _PROGRAMS.setdefault((repr(layout), count), Programs())
+        self.owner = CacheOwner(layout, counts_of(layout, count), device=mesh)
+        self.programs = _PROGRAMS.setdefault((repr(layout), count, mesh), Programs())
         self.scramble(seed)
 
     def scramble(self, seed):
         draw = np.random.default_rng(seed)
         cache = self.owner.take()
         arrays = [
-            jnp.array(_values(draw, array.nbytes, array.dtype)).reshape(array.shape)
+            jnp.array(
+                _values(draw, array.nbytes, array.dtype).reshape(array.shape), device=array.sharding
+            )
             for array in cache.arrays
         ]
         self.owner.put(Cache(arrays=tuple(arrays), keys=cache.keys))

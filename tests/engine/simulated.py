@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 
+from jaxkv.offload.programs import role_stacks
 from tests.engine.simulated_memory import on_device
 from tests.engine.simulated_text import VOCAB, chains_of, choose, is_finite, link, weigh
 
@@ -88,9 +89,15 @@ class SimulatedDevice:
         return tuple(
             tuple(
                 np.stack(
-                    [np.asarray(arrays[layer, spec.role][min(at, last)]) for layer in group.layers]
+                    [
+                        [
+                            np.asarray(arrays[layer, spec.role][min(at, last)])
+                            for layer in group.layers
+                        ]
+                        for spec in stack
+                    ]
                 )
-                for spec in group.spec.arrays
+                for stack in role_stacks(group)
             )
             for at in ids.tolist()
         )
@@ -98,8 +105,9 @@ class SimulatedDevice:
     def write_in(self, declared, cache, ids, units):
         group, arrays = self.layout.groups[declared.group], self._by_place(cache)
         for at, unit in zip(ids.tolist(), units, strict=True):
-            for spec, values in zip(group.spec.arrays, unit, strict=True):
-                for layer, value in zip(group.layers, np.asarray(values), strict=True):
+            parts = [part for array in unit for part in np.asarray(array)]
+            for spec, values in zip(group.spec.arrays, parts, strict=True):
+                for layer, value in zip(group.layers, values, strict=True):
                     if at < self.owner.counts[group.name]:
                         arrays[layer, spec.role][at] = value
         return cache, ()

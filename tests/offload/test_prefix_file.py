@@ -123,6 +123,10 @@ def test_other_programs_can_read_the_file(path):
     assert '"page_size": 4' in metadata["layout"]
     assert tensors["tokens"].tolist()[3] == [0, 0, 49, 0]
     assert tensors[f"{PAGED[0]}.key"].shape == (6, 4 * 2 * 8 * 2)
+    # Keys and values are one array of a unit, and a tensor each of the file.
+    for row, [unit] in enumerate(units_of(PAGED[0])):
+        for role, part in zip(("key", "value"), unit, strict=True):
+            assert tensors[f"{PAGED[0]}.{role}"][row].tobytes() == part.tobytes()
     assert path.stat().st_size == save(path)
 
 

@@ -1,24 +1,45 @@
 """Transfers of pages and states between the cache and the host."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from jaxkv.cache.spec import group_layers
+from jaxkv.cache.spec import ArraySpec, PagedSpec, group_layers
 from jaxkv.cache.variants import gqa, place, sampling
+from jaxkv.models.tensor_parallel import tensor_mesh
 from jaxkv.offload.entries import Move
 from jaxkv.offload.memory import HostMemory
-from jaxkv.offload.programs import BUCKETS, declare_swaps, pad_ids, unit_shapes
+from jaxkv.offload.programs import (
+    BUCKETS,
+    SwapSpec,
+    declare_swaps,
+    pad_ids,
+    role_stacks,
+    unit_shapes,
+)
 from jaxkv.offload.transfers import Transfer
-from tests.cache.layouts import counts_of
+from tests.cache.layouts import DELTA, HALF, MAMBA2, counts_of
+from tests.devices import needs_devices
 from tests.engine.host_device import ALL, PAGED, Device, Host
 
+_PARTS = gqa(2, 8, **HALF), gqa(2, 8, quantised="fp8", **HALF), MAMBA2, DELTA
+DIVIDED = group_layers(
+    place([replace(one, arrays=tuple(a.joined(2) for a in one.arrays)) for one in _PARTS])
+)
 
-def test_every_array_of_every_variant_comes_back_bit_for_bit():
+
+@pytest.mark.parametrize(
+    ("layout", "devices"),
+    [(ALL, None), pytest.param(DIVIDED, 2, marks=needs_devices(2))],
+    ids=["every variant", "divided"],
+)
+def test_every_array_comes_back_bit_for_bit(layout, devices):
     # The ids are shuffled, the targets are other places, and nothing else is written.
-    device = Device(ALL, 9)
+    device = Device(layout, 9, mesh=devices and tensor_mesh(devices))
     host = Host(device)
     draw, before, moves = np.random.default_rng(1), {}, []
-    for group in (*ALL.paged_groups, *ALL.state_groups):
+    for group in (*layout.paged_groups, *layout.state_groups):
         ids = draw.permutation(np.arange(1, 9))[:4].tolist()
         before[group.name] = device.units(group.name), ids
         targets = draw.permutation(np.arange(1, 9))[:4].tolist()
@@ -36,7 +57,55 @@ def test_every_array_of_every_variant_comes_back_bit_for_bit():
     counts = host.tier.counts
     assert (counts.written, counts.read) == (len(moves), len(moves))
     assert counts.written_bytes == counts.read_bytes == host.tier.used
-    assert host.tier.used == sum(ALL.group(move.group).bytes_per_unit for move in moves)
+    assert host.tier.used == sum(layout.group(move.group).bytes_per_unit for move in moves)
+
+
+def test_roles_that_differ_in_nothing_else_move_as_one_array():
+    device = Device(ALL, 9)
+    host = Host(device)
+    found = {}
+    for group in (*ALL.paged_groups, *ALL.state_groups):
+        [handle] = host.leave(group.name, [1])
+        host.transfers.flush()
+        stored = host.transfers._stored[handle]
+        assert [one.shape for one in stored] == [one.shape for one in unit_shapes(group)]
+        found[group.name] = [[array.role for array in stack] for stack in role_stacks(group)]
+        assert [len(one) for one in stored] == [len(stack) for stack in found[group.name]]
+    assert found == {
+        "gqa": [["key", "value"]],
+        "gqa-2": [["key", "value"], ["key_scale", "value_scale"]],
+        "window": [["key", "value"]],
+        "mla": [["key"]],
+        "dsa": [["key"], ["indexer"]],
+        "mamba2": [["conv"], ["ssm"]],
+        "delta": [["conv"], ["delta"]],
+    }
+
+
+@pytest.mark.parametrize(
+    "other", [{"shape": (2, 4)}, {"dtype": "uint8"}, {"split": None}, {"devices": 2}]
+)
+def test_roles_that_differ_in_more_stay_apart(other):
+    key = ArraySpec("key", (4, 2), "int8", split=0)
+    value = replace(key, role="value")
+    for arrays, lengths in (((key, value), [2]), ((key, replace(value, **other)), [1, 1])):
+        [group] = group_layers(place([PagedSpec("odd", arrays, page_size=4)])).groups
+        assert [len(stack) for stack in role_stacks(group)] == lengths
+
+
+@needs_devices(2)
+def test_of_a_divided_unit_each_device_moves_its_part_alone():
+    device = Device(DIVIDED, 9, mesh=tensor_mesh(2))
+    host = Host(device)
+    for group in (*DIVIDED.paged_groups, *DIVIDED.state_groups):
+        [handle] = host.leave(group.name, [1])
+        host.transfers.flush()
+        for array in host.transfers._stored[handle]:
+            assert [2 * part.data.nbytes for part in array.addressable_shards] == [array.nbytes] * 2
+        for out in (True, False):
+            text = device.program(SwapSpec(out, group.index, BUCKETS[0])).compiled.as_text()
+            for sent in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
+                assert sent not in text
 
 
 @pytest.mark.slow
@@ -62,9 +131,13 @@ def test_host_and_device_have_the_same_arrays_in_the_same_order():
         named = [array for array in ALL.arrays(counts_of(ALL, 2)) if array.group == group.name]
         shapes = unit_shapes(group)
         first = [array for array in named if array.layer == group.layers[0]]
-        assert [array.dtype for array in first] == [one.dtype.name for one in shapes]
-        assert [array.shape[1:] for array in first] == [one.shape[1:] for one in shapes]
-        assert all(one.shape[0] == len(group.layers) for one in shapes)
+        by_role = [one for one in shapes for _ in range(one.shape[0])]
+        assert [array.role for array in first] == [
+            array.role for stack in role_stacks(group) for array in stack
+        ]
+        assert [array.dtype for array in first] == [one.dtype.name for one in by_role]
+        assert [array.shape[1:] for array in first] == [one.shape[2:] for one in by_role]
+        assert all(one.shape[1] == len(group.layers) for one in shapes)
         assert sum(one.size * one.dtype.itemsize for one in shapes) == group.bytes_per_unit
 
 
