@@ -30,10 +30,30 @@ class HostMemory:
     """
 
     def __init__(self, device: jax.Device) -> None:  # pyright: ignore[reportInvalidTypeForm]
+        self._device = device
         self.reason = _why_pageable(device)
         self.kind = PAGEABLE if self.reason else PINNED
         if self.reason:
             _LOG.warning("prefixes on the host are copied through pageable memory: %s", self.reason)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Lets JAX's pool of pinned memory grow to this size, and returns when it has; a failure is logged.
+
+        The pool grows when a copy finds no room, to twice its size, and keeps what is freed. On an H200 each GiB takes
+        half a second, during which the copy waits. Pageable memory has no pool.
+        """
+        if self.kind != PINNED:
+            return
+        try:
+            # Zeros that are only read take no memory themselves.
+            zeros = np.zeros(num_bytes, np.uint8)
+            jax.block_until_ready(jax.device_put(zeros, _place(self._device, PINNED)))
+        except (RuntimeError, MemoryError) as error:
+            _LOG.warning(
+                "%d bytes of pinned memory are not reserved, so copies will wait for them: %s",
+                num_bytes,
+                error,
+            )
 
     def copy_to_host(self, units: Sequence[HostArrays]) -> list[HostArrays]:
         """Starts copies of device arrays to the host; call `wait_for_copies` on the result before keeping it."""

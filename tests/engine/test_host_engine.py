@@ -1,6 +1,7 @@
 """Engines with a host tier generate the oracle's tokens."""
 
 import logging
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from jaxkv.cache.page_allocator import PageCopy
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.host_tier import host_cache
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.monitoring.stats import collect_stats
 from jaxkv.offload import memory as host_memory
@@ -45,6 +47,21 @@ def test_prefixes_come_back_from_the_host_and_tokens_are_the_oracles():
     assert (stats.host.hits, stats.host.tokens_read, stats.host.failures) == (8, 320, 0)
     assert stats.host.used_bytes <= stats.host.limit_bytes == MUCH
     assert_idle(engine)
+
+
+def test_an_engine_reserves_pinned_memory_where_it_comes_from_a_pool(monkeypatch):
+    reserved, done = [], threading.Event()
+
+    def reserve(memory, num_bytes):
+        reserved.append(num_bytes)
+        done.set()
+
+    monkeypatch.setattr(host_memory.HostMemory, "reserve", reserve)
+    engine_for()
+    monkeypatch.setattr(host_cache, "_WITH_POOL", ("cpu",))
+    engine_for()
+    assert done.wait(60)
+    assert reserved == [MUCH]
 
 
 @pytest.mark.parametrize("seed", range(2))

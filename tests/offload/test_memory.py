@@ -27,6 +27,35 @@ def test_memory_is_pinned_where_the_device_offers_it():
     assert not host_memory._why_pageable(device)
 
 
+def test_pinned_memory_is_reserved_by_an_array_that_is_freed(monkeypatch, caplog):
+    """A failure leaves the memory to the copies, and pageable memory has nothing to reserve."""
+    made, put = [], jax.device_put
+
+    def device_put(array, place):
+        made.append(put(array, place))
+        return made[-1]
+
+    memory = HostMemory(jax.devices()[0])
+    monkeypatch.setattr(jax, "device_put", device_put)
+    memory.reserve(4096)
+    [array] = made
+    assert (array.nbytes, array.sharding.memory_kind) == (4096, "pinned_host")
+    watched = weakref.ref(made.pop())
+    del array
+    assert watched() is None
+
+    def refuse(array, place):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+    monkeypatch.setattr(jax, "device_put", refuse)
+    memory.reserve(4096)
+    assert "4096 bytes of pinned memory are not reserved" in caplog.text
+    memory.kind = "pageable"
+    caplog.clear()
+    memory.reserve(4096)
+    assert not caplog.text
+
+
 def test_without_pinned_memory_copies_go_through_numpy_with_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "_why_pageable", lambda device: "it is Tuesday")
     with caplog.at_level(logging.WARNING):

@@ -1,6 +1,7 @@
 """The host tier of one engine: its construction from index, memory, transfers and prefetch, and its shutdown."""
 
 import logging
+import threading
 
 from jaxkv.cache.prefix.index import PrefixIndex
 from jaxkv.engine.host_tier.host_prefetch import HostPrefetch
@@ -13,6 +14,8 @@ from jaxkv.offload.transfers import HostTransfers
 from jaxkv.runner.model_runner import ModelRunner
 
 _LOG = logging.getLogger(__name__)
+_WITH_POOL = ("gpu",)
+"""Platforms on which JAX takes pinned memory from a pool that grows."""
 
 
 class HostCache:
@@ -37,7 +40,11 @@ class HostCache:
         # The tier counts the bytes of one device's part; each device has at most as many.
         swap_ins = attach_host(prefix, num_bytes // len(devices))
         self.tier: HostTier = swap_ins.tier
-        self.transfers = HostTransfers(runner, self.tier, HostMemory(device))
+        memory = HostMemory(device)
+        if device.platform in _WITH_POOL:
+            # It takes seconds, in which programs are compiled.
+            threading.Thread(target=memory.reserve, args=(num_bytes,), daemon=True).start()
+        self.transfers = HostTransfers(runner, self.tier, memory)
         self.prefetch = HostPrefetch(prefix, swap_ins, self.transfers)
         self.disabled = ""
         self._end_observing = runner.owner.before_donation(self._before_donation)
