@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 
 from jaxkv.programs.audit import AuditReport, audit
 from jaxkv.programs.fingerprint import devices_of, name_traced
-from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS
+from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS, without_entry
 from jaxkv.programs.lowering import Lowering, argument_types, trace
 from jaxkv.programs.store import (
     UNSERIALISABLE,
@@ -131,7 +132,8 @@ class Build:
             if self._lowered is None:
                 self.lower()
             assert self._lowered is not None
-            compiled = self._lowered.compile(compiler_options=self._options)
+            with nullcontext() if file is None else without_entry():
+                compiled = self._lowered.compile(compiler_options=self._options)
             stored = StoredProgram(compiled, audit(compiled, cache_argument=self._cache_argument))
             loaded = _EVENTS.hits_of_thread() > hits
         else:

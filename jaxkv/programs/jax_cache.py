@@ -5,13 +5,14 @@ later process. Here an entry that fails to load is deleted, and JAX writes it ag
 """
 
 import logging
+import math
 import os
 import re
 import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,14 @@ def why_not_folder(folder: Path) -> str | None:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{folder} can be written by others (chmod 700 it)"
     return None
+
+
+def without_entry() -> AbstractContextManager[None]:
+    """Returns a context in which this thread adds no entry to JAX's cache, for a program that the store will have."""
+    # JAX has no public API for one thread.
+    from jax._src.config import persistent_cache_min_compile_time_secs
+
+    return persistent_cache_min_compile_time_secs(math.inf)
 
 
 @contextmanager

@@ -100,6 +100,16 @@ def test_a_stored_program_is_neither_lowered_nor_compiled_and_does_the_same(fold
         np.testing.assert_array_equal(one, np.asarray(other))
 
 
+def test_a_stored_program_is_not_in_jaxs_cache_as_well(folder, monkeypatch):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    build()
+    assert len(stored(folder)) == 1
+    assert not list(folder.glob(f"jit_{KEY.name}-*-cache"))
+    monkeypatch.setattr(compilation, "_STORED_PLATFORMS", ())
+    build()
+    assert list(folder.glob(f"jit_{KEY.name}-*-cache"))
+
+
 def test_a_kernel_whose_text_has_changed_is_another_program(folder, monkeypatch):
     """What `inline_mgpu` puts into a kernel shows in no trace."""
     build()
