@@ -110,6 +110,8 @@ def deferred(
     def call(*operands: Any) -> Any:  # noqa: ANN401 - as the launch returns it
         is_ref = [not isinstance(jax.typeof(each), ShapedArray) for each in operands]
         changes = tuple(at for at, changed in enumerate(is_ref) if changed)
+        if len({id(operands[at]) for at in changes}) < len(changes):
+            raise ValueError(f"{options['kernel_name']} was given one Ref as several operands")
         kernel = Kernel(_text_of(*parts, changes), *parts, changes)
         arrays = [
             each[...] if changed else each for each, changed in zip(operands, is_ref, strict=True)

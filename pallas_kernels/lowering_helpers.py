@@ -161,7 +161,7 @@ class LoweringHelpers:
 
     def collect(self, traced: jax.stages.Traced) -> None:
         """Waits for the kernels of a program that are being lowered; those that no process has begun are left."""
-        for instance in self._kernels.get(traced, ()):
+        for instance in self._kernels.pop(traced, ()):
             future = self._lowered.get(instance)
             if future is None or instance.is_lowered or future.cancel():
                 continue

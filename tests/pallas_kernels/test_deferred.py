@@ -162,6 +162,15 @@ def test_a_kernel_changes_operands_that_are_refs_and_keeps_the_others():
     assert len(TRACES) == 1
 
 
+def test_one_ref_is_not_two_operands():
+    def program(x):
+        ref = jax.new_ref(x)
+        return deferred(launch_in_place, Sizes(2.0).body, OPTIONS)(ref, ref)
+
+    with pytest.raises(ValueError, match="scale was given one Ref as several operands"):
+        jax.jit(program).trace(X)
+
+
 def test_a_kernel_that_changes_an_operand_is_another_than_one_that_reads_it():
     def text(wrap):
         call = deferred(launch_in_place, Sizes(2.0).body, OPTIONS)

@@ -72,6 +72,7 @@ def in_helpers(monkeypatch):
 def waited(helpers, traced):
     """Collects what helpers have lowered, once they have lowered all."""
     assert not wait(helpers._lowered.values(), 60).not_done
+    assert helpers.is_done(traced)
     helpers.collect(traced)
 
 

@@ -488,6 +488,21 @@ def test_other_processes_lower_the_kernels_of_programs_that_the_store_lacks(in_h
     assert all(program.loaded for program in again)
 
 
+def test_programs_are_lowered_as_their_kernels_are_ready(monkeypatch):
+    """The first of those that wait if none is."""
+    order, lower = [], compilation.Build.lower
+
+    def lowered(program, *_):
+        order.append(program._name)
+        lower(program)
+
+    monkeypatch.setattr(compilation.Build, "request", lambda *_: True)
+    monkeypatch.setattr(compilation.Build, "is_ready", lambda program, _: "8x8" in program._name)
+    monkeypatch.setattr(compilation.Build, "lower", lowered)
+    get_all(4, 8, 16)
+    assert order == [StepSpec(rows, rows, (1,), decode=True).name for rows in (8, 4, 16)]
+
+
 def test_without_the_store_this_process_lowers_all(in_helpers, monkeypatch):
     monkeypatch.setattr(compilation, "_STORED_PLATFORMS", ())
     get_all(4, 8)

@@ -397,19 +397,22 @@ def test_interpreted_rounded_rows_are_multiplied_with_codes_as_they_lie(tiling, 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_interpreted_rounded_rows_of_a_gated_weight_are_weighed_after_the_product(dtype):
-    """With every part of the epilogue; the norm's squares need tiles that a consumer does not have."""
+def test_interpreted_rounded_rows_of_a_gated_weight_are_weighed_with_every_part_of_the_epilogue(
+    dtype,
+):
     case = Case("", 70, 256, 64, True, "silu", 0.5, True, True)
     weight = replace(drawn("e4m3 by row", (128,), 256), rounds_rows=True)
     inputs = case.inputs(1, dtype) | {"weight": weight}
     norm = np.linspace(0.5, 2, 64).astype(dtype)
     squares = np.linspace(0.1, 0.9, 2 * 70, dtype=np.float32).reshape(2, 70) * 256
     given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
-    result, weighed, _ = multiply(**device(given), interpret=True)
+    result, weighed, added = multiply(**device(given), interpret=True)
     root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)[:, None]
     wanted = oracle(inputs | {"weight": exact(weight), "x": rounded_rows(inputs["x"]) / root})
     assert_output(result, wanted, dtype)
     assert_output(weighed, wanted * norm.astype(np.float64), dtype)
+    wanted = np.sum(np.asarray(result, np.float64) ** 2, axis=1)
+    np.testing.assert_allclose(np.sum(added, axis=0), wanted, rtol=1e-5)
 
 
 def test_interpreted_a_norm_after_tiles_has_the_squares_of_a_consumer():
@@ -616,6 +619,21 @@ def test_interpreted_in_the_fixed_order_many_rows_have_the_bits_of_few(
     for rows in ([case.rows - 1], [64, 3, 0]):
         found = in_fixed_order(case, np.array(rows), **norms)
         assert found == [[part[row] for row in rows] for part in wanted]
+    assert not races()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_interpreted_a_residual_is_copied_ahead_window_by_window(early, races, monkeypatch):
+    """Tiles of more windows than are held, the last one of fewer rows, with weights copied early or not."""
+    monkeypatch.setattr(mosaic_gpu, "overlaps_launches", lambda: True)
+    case, tiling = Case("", 177, 128, 64, has_residual=True, result="float32"), Tiling(192, 1, 2)
+    assert tiling.residual_windows < tiling.rows // 32
+    with argument_weights(early):
+        [found] = in_fixed_order(case, np.arange(177), tiling=tiling)
+    assert found == in_fixed_order(case, np.arange(177), tiling=Tiling(32, 1, 2))[0]
+    inputs = case.inputs(3)
+    wanted = oracle(inputs)
+    assert_output(np.frombuffer(b"".join(found), np.float32).reshape(177, 64), wanted, "bfloat16")
     assert not races()
 
 
