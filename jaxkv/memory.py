@@ -122,23 +122,24 @@ def _hierarchical_limits(stat: str) -> Iterator[int]:
             yield int(value)
 
 
-def start_devices() -> threading.Thread:
-    """Starts to initialise the devices in a thread, so that Python can read and trace a model meanwhile.
+def start_devices() -> None:
+    """Initialises the devices, and takes JAX's pool of memory on one of them in a thread, while Python goes on.
 
-    A GPU's first array takes up to two seconds, mostly for JAX's pool of memory. A failure is left to the first use of
-    the devices by another thread, which raises it again.
+    A GPU's first array takes two seconds, mostly for the pool. If that fails, the next array fails likewise.
 
-    Returns:
-        The thread, which need not be waited for.
+    Raises:
+        RuntimeError: the devices cannot be initialised.
     """
+    # In this thread: JAX tells it once, and uses a CPU from then on.
+    jax.devices()
+    chosen = jax.config.jax_default_device
 
     def start() -> None:
-        with suppress(RuntimeError):
+        with jax.default_device(chosen), suppress(RuntimeError):
             jax.block_until_ready(jax.device_put(np.zeros(1, np.int8)))
 
-    thread = threading.Thread(target=start, name="jaxkv-devices", daemon=True)
-    thread.start()
-    return thread
+    # Not a daemon: a process that ends while XLA works in such a thread is aborted.
+    threading.Thread(target=start, name="jaxkv-devices").start()
 
 
 @contextmanager

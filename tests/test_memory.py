@@ -1,6 +1,7 @@
 """Free memory, and the errors when it does not suffice."""
 
 import os
+import threading
 
 import jax
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from jaxkv import LLM, CacheConfig, SamplingParams, cli, memory, plan
 from jaxkv.engine.warm_up import warn_of_sums
 from jaxkv.errors import OutOfMemory
-from jaxkv.memory import host_bytes, named_exhaustion
+from jaxkv.memory import host_bytes, named_exhaustion, start_devices
 from jaxkv.weights.safetensors import StoredTensor
 from jaxkv.weights.stored_leaf import StoredLeaf
+from tests.devices import needs_devices
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB = 2**30
@@ -217,3 +219,50 @@ def test_other_errors_pass_as_they_are():
         raise error
     assert caught.value is error
     assert memory.is_out_of_memory(OutOfMemory("out of memory"))
+
+
+def started():
+    """Waits for the thread that takes a device's pool of memory."""
+    for thread in threading.enumerate():
+        if thread.name == "jaxkv-devices":
+            thread.join(60)
+
+
+@needs_devices(2)
+def test_the_pool_is_taken_on_the_device_that_the_caller_has_chosen(monkeypatch):
+    """By a thread that is no daemon, since XLA aborts a process that ends while a daemon uses it."""
+    made, put = [], jax.device_put
+
+    def device_put(array):
+        assert not threading.current_thread().daemon
+        made.append(put(array))
+        return made[-1]
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    with jax.default_device(jax.devices()[1]):
+        start_devices()
+    started()
+    assert [array.device for array in made] == [jax.devices()[1]]
+
+
+def test_devices_that_do_not_start_are_told_at_once(monkeypatch):
+    """JAX tells it once, and would compute on the CPU from then on."""
+
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(RuntimeError, match="Unable to initialize backend"):
+        LLM()
+
+
+def test_a_pool_that_cannot_be_taken_is_left_to_the_next_array(monkeypatch):
+    def device_put(array):
+        raise jax.errors.JaxRuntimeError(EXHAUSTED)
+
+    hook = []
+    monkeypatch.setattr(threading, "excepthook", hook.append)
+    monkeypatch.setattr(jax, "device_put", device_put)
+    start_devices()
+    started()
+    assert not hook

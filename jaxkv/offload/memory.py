@@ -4,6 +4,7 @@ Copies are asynchronous. Support for pinned memory is tested by a round trip on 
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 _LOG = logging.getLogger(__name__)
 
 PINNED, PAGEABLE = "pinned_host", "pageable"
+
+_RESERVED = 2**30
+"""Bytes that are reserved at a time."""
 
 HostArrays = tuple[jax.Array | np.ndarray, ...]
 """One page or state: its arrays on the host, whose copies may be in flight."""
@@ -36,24 +40,31 @@ class HostMemory:
         if self.reason:
             _LOG.warning("prefixes on the host are copied through pageable memory: %s", self.reason)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Lets JAX's pool of pinned memory grow to this size, and returns when it has; a failure is logged.
+    def reserve(self, num_bytes: int, ended: threading.Event) -> None:
+        """Lets JAX's pool of pinned memory grow by this much, and returns when it has; a failure is logged.
 
         The pool grows when a copy finds no room, to twice its size, and keeps what is freed. On an H200 each GiB takes
         half a second, during which the copy waits. Pageable memory has no pool.
+
+        Args:
+            num_bytes: bytes to reserve.
+            ended: ends it early if set, as the end of the main thread does.
         """
-        if self.kind != PINNED:
-            return
-        try:
-            # Zeros that are only read take no memory themselves.
-            zeros = np.zeros(num_bytes, np.uint8)
-            jax.block_until_ready(jax.device_put(zeros, _place(self._device, PINNED)))
-        except (RuntimeError, MemoryError) as error:
-            _LOG.warning(
-                "%d bytes of pinned memory are not reserved, so copies will wait for them: %s",
-                num_bytes,
-                error,
-            )
+        # Zeros that are only read take no memory themselves.
+        held, place, piece = [], _place(self._device, PINNED), np.zeros(_RESERVED, np.uint8)
+        left = num_bytes if self.kind == PINNED else 0
+        while left > 0 and not ended.is_set() and threading.main_thread().is_alive():
+            try:
+                held.append(jax.block_until_ready(jax.device_put(piece[:left], place)))
+            except (RuntimeError, MemoryError) as error:
+                _LOG.warning(
+                    "of %d bytes of pinned memory %d are not reserved, so copies will wait for them: %s",
+                    num_bytes,
+                    left,
+                    error,
+                )
+                return
+            left -= piece.nbytes
 
     def copy_to_host(self, units: Sequence[HostArrays]) -> list[HostArrays]:
         """Starts copies of device arrays to the host; call `wait_for_copies` on the result before keeping it."""

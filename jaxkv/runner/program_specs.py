@@ -251,12 +251,10 @@ class StepSpec(ProgramSpec["Runner"]):
     def with_options(self, runner: Runner, lowering: Lowering) -> Lowering:
         """Returns the lowering of a step with XLA's options for its size.
 
-        Steps of more tokens than our kernels multiply have the products of NVIDIA's libraries, not those that XLA
-        generates and tries (Triton). On an H200 these made a layer of the 0.6B shape up to 11% slower at 80 to 256
-        tokens, one of the 8B shape between 5% slower and 5% faster, and longer prompts of the 0.6B shape up to a fifth
-        slower. Compiling all that XLA tries takes a third of the time to build the programs of a small model. The
-        libraries choose their kernels themselves: those that XLA measures as the fastest made a layer at most 3%
-        faster, which is the noise of these measurements.
+        Steps of more tokens than our kernels multiply have the products that NVIDIA's libraries choose, not those that
+        XLA generates (Triton) or measures as the fastest. On an H200 a layer of the 0.6B shape takes 2% more time so at
+        80 tokens and 3 to 10% less at 128 to 256, one of the 8B shape as much, but for 9% more at 192. Longer prompts
+        of the 0.6B shape take up to a fifth less. To generate and to measure takes most of XLA's time.
 
         Where sums have a fixed order, one kernel computes the products of all sizes of steps. Where none of our kernels
         widens weights of few bits, only Triton's do so without a copy.

@@ -52,16 +52,20 @@ def test_prefixes_come_back_from_the_host_and_tokens_are_the_oracles():
 def test_an_engine_reserves_pinned_memory_where_it_comes_from_a_pool(monkeypatch):
     reserved, done = [], threading.Event()
 
-    def reserve(memory, num_bytes):
-        reserved.append(num_bytes)
+    def reserve(memory, num_bytes, ended):
+        reserved.append((num_bytes, ended))
         done.set()
 
     monkeypatch.setattr(host_memory.HostMemory, "reserve", reserve)
     engine_for()
     monkeypatch.setattr(host_cache, "_WITH_POOL", ("cpu",))
-    engine_for()
+    engine = engine_for()
     assert done.wait(60)
-    assert reserved == [MUCH]
+    [(num_bytes, ended)] = reserved
+    assert num_bytes == MUCH
+    assert not ended.is_set()
+    engine.host.close()
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize("seed", range(2))

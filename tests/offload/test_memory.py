@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import weakref
 
 import jax
@@ -27,32 +28,42 @@ def test_memory_is_pinned_where_the_device_offers_it():
     assert not host_memory._why_pageable(device)
 
 
-def test_pinned_memory_is_reserved_by_an_array_that_is_freed(monkeypatch, caplog):
-    """A failure leaves the memory to the copies, and pageable memory has nothing to reserve."""
-    made, put = [], jax.device_put
+def test_pinned_memory_is_reserved_by_arrays_that_are_freed(monkeypatch, caplog):
+    """In pieces, so that the end of the engine ends it; a failure leaves the rest to the copies."""
+    given, watched, put = [], [], jax.device_put
+    ended = threading.Event()
 
     def device_put(array, place):
-        made.append(put(array, place))
-        return made[-1]
+        if ended_after and len(given) + 1 == ended_after:
+            ended.set()
+        made = put(array, place)
+        given.append((made.nbytes, made.sharding.memory_kind))
+        watched.append(weakref.ref(made))
+        return made
 
     memory = HostMemory(jax.devices()[0])
+    monkeypatch.setattr(host_memory, "_RESERVED", 4096)
     monkeypatch.setattr(jax, "device_put", device_put)
-    memory.reserve(4096)
-    [array] = made
-    assert (array.nbytes, array.sharding.memory_kind) == (4096, "pinned_host")
-    watched = weakref.ref(made.pop())
-    del array
-    assert watched() is None
+    ended_after = 0
+    memory.reserve(10_000, ended)
+    assert given == [(size, "pinned_host") for size in (4096, 4096, 1808)]
+    assert not any(one() is not None for one in watched)
+    given.clear()
+    ended_after = 2
+    memory.reserve(10_000, ended)
+    assert len(given) == 2
+    ended.clear()
+    given.clear()
 
     def refuse(array, place):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
 
     monkeypatch.setattr(jax, "device_put", refuse)
-    memory.reserve(4096)
-    assert "4096 bytes of pinned memory are not reserved" in caplog.text
+    memory.reserve(10_000, ended)
+    assert "of 10000 bytes of pinned memory 10000 are not reserved" in caplog.text
     memory.kind = "pageable"
     caplog.clear()
-    memory.reserve(4096)
+    memory.reserve(10_000, ended)
     assert not caplog.text
 
 

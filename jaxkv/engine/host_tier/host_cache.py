@@ -41,9 +41,11 @@ class HostCache:
         swap_ins = attach_host(prefix, num_bytes // len(devices))
         self.tier: HostTier = swap_ins.tier
         memory = HostMemory(device)
+        self._ended = threading.Event()
         if device.platform in _WITH_POOL:
-            # It takes seconds, in which programs are compiled.
-            threading.Thread(target=memory.reserve, args=(num_bytes,), daemon=True).start()
+            # It takes seconds, in which programs are compiled. A daemon that copies would abort a process that ends.
+            given = num_bytes, self._ended
+            threading.Thread(target=memory.reserve, args=given, name="jaxkv-pinned-memory").start()
         self.transfers = HostTransfers(runner, self.tier, memory)
         self.prefetch = HostPrefetch(prefix, swap_ins, self.transfers)
         self.disabled = ""
@@ -83,6 +85,7 @@ class HostCache:
         Returns:
             The errors of buffers that could not be freed.
         """
+        self._ended.set()
         self.prefetch.cancel_all()
         self._prefix.detach_lower_tier()
         self._end_observing()
