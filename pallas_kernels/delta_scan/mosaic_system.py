@@ -72,14 +72,8 @@ def systems(
     if kernel.interpret:
         # The interpreter does not support accumulators.
         shared["sums"] = plgpu.SMEM((2, *SQUARE), jnp.float32)
-    names = ("qkv", "gates_of", "start", "length", "inverses_of", "weights_of", "factors_of")
-
-    def body(*refs: Ref, **scratch: Ref) -> None:
-        found = kernel.named(dict(zip(names, refs, strict=True)) | scratch, "q", "k")
-        _Block(kernel, found).run()
-
     inverses, weights, factors = mosaic_kernel(
-        body,
+        partial(_run_block, kernel),
         out_type=[square, square, vectors],
         scratch_types=shared,
         grid=(count * g.sizes.key_heads,),
@@ -102,6 +96,13 @@ _over_rows = partial(broadcast, shape=SQUARE, axis=1, layout=WGMMA)
 def _index(axis: int) -> Array:
     """Returns each element's row or column."""
     return plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=WGMMA)
+
+
+def _run_block(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
+    """Computes one piece for one key head."""
+    names = ("qkv", "gates_of", "start", "length", "inverses_of", "weights_of", "factors_of")
+    found = kernel.named(dict(zip(names, refs, strict=True)) | scratch, "q", "k")
+    _Block(kernel, found).run()
 
 
 class _Block:

@@ -447,15 +447,8 @@ def row_factors(squares: Array, geometry: Geometry, ending: Ending, *, interpret
         float32 [rows].
     """
     rows = squares.shape[1]
-    few = replace(geometry, rows=_ROOTS)
-
-    def body(squares: Ref, factors: Ref) -> None:
-        first = pl.multiple_of(lax.axis_index("block") * _ROOTS, ROW_TILE)
-        refs = {"squares": squares, "factors": factors.at[pl.ds(first, _ROOTS)]}
-        End(few, _schedule(ROW_TILE), ending, refs, first).prepare()
-
     return mosaic_kernel(
-        body,
+        partial(_compute_factors, replace(geometry, rows=_ROOTS), ending),
         out_type=jax.ShapeDtypeStruct((rows,), jnp.float32),
         grid=(rows // _ROOTS,),
         grid_names=("block",),
@@ -463,3 +456,10 @@ def row_factors(squares: Array, geometry: Geometry, ending: Ending, *, interpret
         interpret=interpret,
         kernel_name="row_factors",
     )(squares)
+
+
+def _compute_factors(geometry: Geometry, ending: Ending, squares: Ref, factors: Ref) -> None:
+    """Computes the factors of a block's rows, `geometry.rows` of them."""
+    first = pl.multiple_of(lax.axis_index("block") * geometry.rows, ROW_TILE)
+    refs = {"squares": squares, "factors": factors.at[pl.ds(first, geometry.rows)]}
+    End(geometry, _schedule(ROW_TILE), ending, refs, first).prepare()
