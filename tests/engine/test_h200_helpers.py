@@ -25,7 +25,7 @@ PROGRAMS = (
 KERNELS = {
     *("paged_attention", "ragged_attention", "latent_attention", "sparse_attention", "ssd_decays"),
     *("skinny_matmul_of_argument", "skinny_matmul_many_rows_of_argument", "grouped_matmul"),
-    *("rotary_write", "page_write", "causal_conv", "ssd_scan"),
+    *("rotary_write", "page_write", "causal_conv", "ssd_scan", "row_factors"),
 }
 
 
