@@ -1,4 +1,4 @@
-"""Free memory, `OutOfMemory` errors that name the options to change, and code without garbage collection."""
+"""Free memory, JAX's pool of it, `OutOfMemory` errors that name the options to change, and a pause of the collector."""
 
 import gc
 import os

@@ -254,7 +254,8 @@ class StepSpec(ProgramSpec["Runner"]):
         Steps of more tokens than our kernels multiply have the products that NVIDIA's libraries choose, not those that
         XLA generates (Triton) or measures as the fastest. On an H200 a layer of the 0.6B shape takes 2% more time so at
         80 tokens and 3 to 10% less at 128 to 256, one of the 8B shape as much, but for 9% more at 192. Longer prompts
-        of the 0.6B shape take up to a fifth less. To generate and to measure takes most of XLA's time.
+        of the 0.6B shape take up to a fifth less. Other families and several GPUs were not timed. To generate and to
+        measure takes most of XLA's time.
 
         Where sums have a fixed order, one kernel computes the products of all sizes of steps. Where none of our kernels
         widens weights of few bits, only Triton's do so without a copy.
