@@ -1,4 +1,4 @@
-"""Times the engine with random weights of a real model's shape: start-up, steady decode, first tokens, throughput.
+"""Times the engine with random weights of a real model's shape: start-up, decode, first tokens, and whole workloads.
 
     JAXKV_COMPILE_CACHE=EMPTY_FOLDER python -m benchmarks.engine --shape qwen3-0.6b --parts startup
     JAXKV_COMPILE_CACHE=SAME_FOLDER python -m benchmarks.engine --shape qwen3-0.6b
@@ -41,9 +41,21 @@ from jaxkv.engine.request import Request
 from jaxkv.engine.warm_up import WarmUp
 from jaxkv.models.protocol import Params
 
-PARTS = ("startup", "steady", "first-token", "throughput")
+PARTS = ("startup", "steady", "first-token", "throughput", "loads")
 LONG_PROMPT = 2048
 SHORT_PROMPTS = (32, 64, 96, 100, 128, 192)
+
+LOADS = {
+    "prompt-heavy": Workload(prompt_tokens=(2048, 2048), output_tokens=(128, 128)),
+    "output-heavy": Workload(prompt_tokens=(128, 128), output_tokens=(2048, 2048)),
+    "shared-prefix": Workload(
+        data="shared-prefix",
+        prefix_tokens=1024,
+        prompt_tokens=(1152, 1536),
+        output_tokens=(128, 256),
+    ),
+}
+"""Workloads of part "loads", each of 256 requests at once."""
 
 
 class Bench:
@@ -66,7 +78,9 @@ class Bench:
             steady_tokens(batch, options.context, options.steps, options.token_budget)
             for batch in options.batch
         )
-        longest = max(self.workload.longest, options.long_prompt + 2, steady)
+        loads = LOADS.values() if "loads" in options.parts.split(",") else ()
+        workloads = [self.workload.longest, *(load.longest for load in loads)]
+        longest = max(*workloads, options.long_prompt + 2, steady)
         served = Served(
             shape=options.shape,
             dtype=options.dtype,
@@ -137,13 +151,22 @@ class Bench:
 
     def throughput(self, bandwidth: float) -> Row:
         """Serves the whole workload at once."""
-        requests = self.workload.draw(self.config.vocab_size)
+        return self._serve(self.workload, bandwidth)
+
+    def loads(self, bandwidth: float) -> list[Row]:
+        """Serves each of `LOADS` at once."""
+        return [{"load": name} | self._serve(load, bandwidth) for name, load in LOADS.items()]
+
+    def _serve(self, workload: Workload, bandwidth: float) -> Row:
+        requests = workload.draw(self.config.vocab_size)
         steps = self.engine.steps
         self.seen.watch.reset()
         figures = figures_of(serve(self.engine, requests, [0.0] * len(requests)))
         steps = self.engine.steps - steps
         params = self.engine.runner.params
-        floor = workload_floor(self.options.shape, requests, bandwidth, params)
+        floor = workload_floor(
+            self.options.shape, requests, bandwidth, params, common=workload.common_tokens
+        )
         flat = {
             f"{name}_{which}": number
             for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
@@ -163,12 +186,13 @@ class Bench:
 
 
 def workload_floor(
-    shape: str, requests: Sequence[Request], bandwidth: float, params: Params
+    shape: str, requests: Sequence[Request], bandwidth: float, params: Params, *, common: int = 0
 ) -> float:
     """Returns a lower bound of a workload's seconds: prompts at peak FLOP/s, then decode at peak read bandwidth.
 
     Decode reads the weights once per token of the longest output, and each token's keys and values once. If the
-    device's peak FLOP/s is unknown, the prompts count as 0 s.
+    device's peak FLOP/s is unknown, the prompts count as 0 s. Tokens that all prompts have in common, the first
+    `common` ones, count once as prompts, without the others' attention to them.
     """
     config = SHAPES[shape]
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
@@ -177,7 +201,8 @@ def workload_floor(
     keys = sum(output * prompt + output * (output - 1) / 2 for prompt, output in lengths)
     weights = decode_bytes(config, params, Setting(0, 0, 0, 0), itemsize)
     read = (max(output for _, output in lengths) * weights + keys * per_key) / bandwidth
-    prompts = prompt_seconds(config, params, [prompt for prompt, _ in lengths])
+    computed = [prompt - (common if at else 0) for at, (prompt, _) in enumerate(lengths)]
+    prompts = prompt_seconds(config, params, computed)
     return read + (prompts or 0.0)
 
 
@@ -230,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger("jaxkv.engine").setLevel(logging.DEBUG)
     refuse_profilers()
     bench = Bench(options, age)
-    bandwidth = measure_read_bandwidth() if set(parts) & {"steady", "throughput"} else 0.0
+    bandwidth = measure_read_bandwidth() if {"steady", "throughput", "loads"} & set(parts) else 0.0
 
     def record(part: str, rows: list[Row]) -> None:
         print(f"== {part}", flush=True)
@@ -246,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ],
         "first-token": bench.first_tokens,
         "throughput": lambda: [bench.throughput(bandwidth)],
+        "loads": lambda: bench.loads(bandwidth),
     }
     for part in parts:
         name = f"startup-{bench.startup['kind']}" if part == "startup" else part

@@ -27,6 +27,7 @@ from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec, without_empty
 from jaxkv.runner.sample_spec import SampleSpec, find_hidden_type, sampling_arrays
+from jaxkv.runner.small_blocks import reserve_small_blocks
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.weights.named_arrays import NamedPrograms, NamedWeights
@@ -88,6 +89,9 @@ class ModelRunner:
         self.hosts = hosts
         mailboxes = has_mailboxes(self.model)
         self.owner = CacheOwner(layout, counts, device=mesh_of(model), mailboxes=mailboxes)
+        devices = self.cache.arrays[0].sharding.addressable_devices
+        # Small free blocks of the pool lie between these.
+        self._separators = reserve_small_blocks(devices)
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
@@ -219,6 +223,7 @@ class ModelRunner:
         if self.hosts is not None:
             self.hosts.close()
         self.params, self.adapters, self._hidden = (), None, None
+        self._separators.clear()
         self._known.clear()
         # The tracebacks of these errors refer to the parameters.
         self._refused.clear()

@@ -15,6 +15,16 @@ from jaxkv.bench.shapes import SHAPES
 from jaxkv.bench.workload import Workload
 from jaxkv.models.registry import build_model
 
+LOADS = {
+    "prompt-heavy": Workload(requests=3, prompt_tokens=(40, 40), output_tokens=(2, 2)),
+    "shared-prefix": Workload(
+        data="shared-prefix",
+        requests=6,
+        prefix_tokens=64,
+        prompt_tokens=(70, 80),
+        output_tokens=(2, 4),
+    ),
+}
 TINY = (
     "--shape tiny --dtype float32 --requests 5 --prompt-tokens 8:30 --output-tokens 3:6 --max-sequences 2 "
     "--batch 2 --token-budget 32 --context 20 --steps 4 --repeats 2 --long-prompt 100"
@@ -30,6 +40,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("records")
     settings = pytest.MonkeyPatch()
     settings.setattr(engine, "SHORT_PROMPTS", (16, 20))
+    settings.setattr(engine, "LOADS", LOADS)
     main([*TINY.split(), "--folder", str(path)])
     settings.undo()
     return path
@@ -49,6 +60,19 @@ def test_every_part_is_recorded(folder):
     assert throughput["compiled_while_serving"] == 0
     names = [path.name for path in folder.glob("engine-tiny-startup-*.json")]
     assert len(names) == 1
+
+
+def test_each_load_is_served_whole_and_a_shared_prefix_is_computed_once(folder):
+    by_load = {row["load"]: row for row in rows(folder, "loads")}
+    assert set(by_load) == set(LOADS)
+    for name, row in by_load.items():
+        asked = LOADS[name].draw(256)
+        assert row["output_tokens"] == sum(one.params.max_tokens for one in asked)
+        assert row["compiled_while_serving"] == row["failed"] == 0
+        assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"]
+    assert by_load["prompt-heavy"]["cached_tokens"] == 0
+    # Two sequences run at once; the first two may both compute the prefix.
+    assert by_load["shared-prefix"]["cached_tokens"] >= 4 * 64
 
 
 def test_a_kept_prefix_is_told_beside_the_cold_prompt(folder):
@@ -77,6 +101,10 @@ def test_the_floor_counts_weights_keys_and_products(monkeypatch):
     products = 30 * 2 * in_layers + 3 * 2 * 2 * 4 * 16 * 10**2
     assert workload_floor("tiny", requests, 1e9, arrays) == pytest.approx(
         read / 1e9 + products / 1e12
+    )
+    shared = (10 + 4 + 4) * 2 * in_layers + 2 * 2 * 4 * 16 * (10**2 + 4**2 + 4**2)
+    assert workload_floor("tiny", requests, 1e9, arrays, common=6) == pytest.approx(
+        read / 1e9 + shared / 1e12
     )
 
 
