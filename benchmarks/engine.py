@@ -17,6 +17,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -37,6 +38,7 @@ from jaxkv.bench.workload import Workload
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.request import Request
 from jaxkv.engine.warm_up import WarmUp
 from jaxkv.models.protocol import Params
@@ -73,6 +75,7 @@ class Bench:
             requests=options.requests,
             prompt_tokens=options.prompt_tokens,
             output_tokens=options.output_tokens,
+            temperature=options.temperature,
         )
         steady = options.context + max(
             steady_tokens(batch, options.context, options.steps, options.token_budget)
@@ -94,12 +97,10 @@ class Bench:
         self.engine: Engine = served.build()
         built = time.perf_counter()
         # One long prompt more than the workload has decides how long tables are.
-        example = Workload(
-            requests=options.requests, prompt_tokens=(1, longest - 1), output_tokens=(1, 1)
-        )
+        example = replace(self.workload, prompt_tokens=(1, longest - 1), output_tokens=(1, 1))
         warm_up = WarmUp(0, 0, 0.0, 0.0, 0) if options.lazy else warm(self.engine, example)
         ready = time.perf_counter()
-        self.seen = Observed(self.engine, self.config)
+        self.seen = Observed(self.engine, self.config, temperature=options.temperature)
         [line] = serve(self.engine, self.seen.requests(1, 64, 2), [0.0])
         self.startup: Row = {
             "kind": "warm" if warm_up.loaded == warm_up.programs else "cold",
@@ -113,6 +114,8 @@ class Bench:
             "first_token_s": line.tokens[0],
             "most_temporary_mib": warm_up.temp_bytes / 2**20,
         }
+        # As a server does.
+        run_steps(self.engine, [program.spec for program in self.engine.runner.programs.manifest()])
 
     def first_tokens(self) -> list[Row]:
         """Times the first token of single requests: short ones, and long ones with and without a cached prefix."""
@@ -155,7 +158,11 @@ class Bench:
 
     def loads(self, bandwidth: float) -> list[Row]:
         """Serves each of `LOADS` at once."""
-        return [{"load": name} | self._serve(load, bandwidth) for name, load in LOADS.items()]
+        temperature = self.workload.temperature
+        return [
+            {"load": name} | self._serve(replace(load, temperature=temperature), bandwidth)
+            for name, load in LOADS.items()
+        ]
 
     def _serve(self, workload: Workload, bandwidth: float) -> Row:
         requests = workload.draw(self.config.vocab_size)
@@ -241,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--max-sequences", type=int, default=256)
     made.add_argument("--token-budget", type=int, default=EngineConfig().token_budget)
     made.add_argument("--steps-per-launch", type=int, help="the engine chooses if not given")
+    made.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     made.add_argument("--batch", type=_sizes, default=(1, 16, 64, 256), help="of steady decode")
     made.add_argument("--context", type=int, default=1024, help="prompt tokens of steady decode")
     made.add_argument("--steps", type=int, default=64, help="of steady decode")

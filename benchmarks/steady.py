@@ -29,6 +29,7 @@ class Observed:
     Args:
         engine: the engine, for exclusive use.
         config: the config of its model.
+        temperature: of all requests; 0 is greedy.
 
     Attributes:
         watch: seconds and calls of planning, packing, enqueueing, waiting and collecting (which includes waiting).
@@ -36,8 +37,8 @@ class Observed:
         kernels: rows of the kernels in a step of the last steady decode; empty without a GPU.
     """
 
-    def __init__(self, engine: Engine, config: ModelConfig) -> None:
-        self.engine, self.config = engine, config
+    def __init__(self, engine: Engine, config: ModelConfig, *, temperature: float = 0.0) -> None:
+        self.engine, self.config, self._temperature = engine, config, temperature
         self.kernels: list[Row] = []
         self.last: Any = None
         runner = engine.runner
@@ -51,16 +52,16 @@ class Observed:
         self.watch = watch_steps(engine)
 
     def requests(self, count: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
-        """Returns greedy requests of independent random prompts."""
+        """Returns requests of independent random prompts."""
         draw = np.random.default_rng((seed, prompt, count))
         return [self.request(draw, prompt, output) for _ in range(count)]
 
     def request(
         self, draw: np.random.Generator, prompt: int, output: int, common: tuple[int, ...] = ()
     ) -> Request:
-        """Returns a greedy request whose prompt begins with `common`."""
+        """Returns a request whose prompt begins with `common`."""
         tokens = draw.integers(0, self.config.vocab_size, prompt - len(common)).tolist()
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        params = SamplingParams(temperature=self._temperature, max_tokens=output, ignore_eos=True)
         return Request(prompt=(*common, *tokens), params=params, seed=0, stop_ids=())
 
     def steady(self, batch: int, prompt: int, steps: int, bandwidth: float) -> Row:

@@ -33,8 +33,8 @@ class EngineConfig:
             but no token is computed after a sequence's stop.
         steps_per_launch: decode steps per launched program while all requests are decoding and none waits. Tokens then
             arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or 4 for a
-            full-attention model on GPUs that were measured to wait for the host: for few greedy requests of a small
-            model on one GPU, and for any requests on several.
+            full-attention model on GPUs that were measured to wait for the host: for up to 16 requests of a small
+            model on one GPU, and for more on several.
             Requests with `min_tokens` or `structured_outputs`, and models with checkpoints of recurrent states, run one
             step per launch.
         speculation: drafts of the next tokens, which decode steps verify; no token changes. `None` for none. Not for

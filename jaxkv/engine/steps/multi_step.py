@@ -21,7 +21,7 @@ from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
-from jaxkv.sampling.features import Features, union
+from jaxkv.sampling.features import union
 from jaxkv.weights.quantised.weight_forms import bytes_of_types
 from pallas_kernels.peer_sum.api import MOST_BYTES
 
@@ -46,13 +46,13 @@ class StepsPerLaunch:
     Attributes:
         number: decode steps per program; 1 if steps are always sent alone.
         automatic: jaxkv chose the number, so only steps of which measurements showed that it is faster are sent so.
-        rows_of_several: if it did so for several devices, the most rows of such steps, with any features: sending a
-            step takes the host long, and XLA keeps memory for the sums of each program. 0 for one device.
+        rows: if it did so, the most rows of such steps. With more rows one GPU takes longer for a step than the host,
+            and on several GPUs XLA keeps too much memory for the sums of such a program.
     """
 
     number: int
     automatic: bool = False
-    rows_of_several: int = 0
+    rows: int = _FEW_ROWS
 
     def suits(self, single: StepSpec) -> bool:
         """Returns whether steps of this shape are sent several at a time, if the device is seen to wait."""
@@ -60,8 +60,7 @@ class StepsPerLaunch:
             return False
         if single.features.min_tokens:
             return False  # The host decides for each token whether stop ids are blocked.
-        greedy = single.rows <= _FEW_ROWS and single.features == Features()
-        return not self.automatic or greedy or single.rows <= self.rows_of_several
+        return not self.automatic or single.rows <= self.rows
 
 
 class MultiStep:
@@ -73,7 +72,7 @@ class MultiStep:
         oom_backoff: shapes to avoid.
         steps: decode steps per program; 1 sends every step alone. `None` decides by measurement: it sends several steps
             if the device was waiting for the host, the model is small, all layers have full attention, the program is
-            compiled already, and on one device the batch is small and the requests are greedy.
+            compiled already, and on one device the batch is small.
 
     Attributes:
         chosen: the number of steps per program, and which steps are sent so.
@@ -162,7 +161,7 @@ def choose_steps(
     one_kind = len(paged) == 1 and paged[0].window is None
     if not one_kind or layout.state_groups or layout.expands or jax.default_backend() != "gpu":
         return StepsPerLaunch(1, automatic=True)
-    layers, small, rows = len(paged[0].layers), _SMALL_BYTES, 0
+    layers, small, rows = len(paged[0].layers), _SMALL_BYTES, _FEW_ROWS
     if isinstance(model, TensorParallel):
         small = model.count * layers * _SMALL_BYTES_OF_SEVERAL
         # Of the embeddings and of two products per layer, in 16 bits: signals and two copies, in pieces of `GRANULE`.
@@ -172,7 +171,7 @@ def choose_steps(
             # Sums by way of mailboxes keep nothing for a program.
             rows = max(rows, MOST_BYTES // (2 * model.config.hidden_size))
     number = _STEPS if bytes_of_types(params) <= small else 1
-    return StepsPerLaunch(number, automatic=True, rows_of_several=rows)
+    return StepsPerLaunch(number, automatic=True, rows=rows)
 
 
 def declare_multi_steps(needed: Sequence[ProgramSpec], chosen: StepsPerLaunch) -> list[StepSpec]:

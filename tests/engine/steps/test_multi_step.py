@@ -302,7 +302,7 @@ def test_several_devices_have_several_steps_per_launch_while_sending_takes_longe
     model = TensorParallel(build_model(SHAPES[shape]), mesh)
     layout = group_layers(model.cache_specs(page_size=64, dtype="bfloat16"))
     chosen = choose_steps(None, model, model.param_shapes("bfloat16"), layout)
-    assert chosen == StepsPerLaunch(number, automatic=True, rows_of_several=rows)
+    assert chosen == StepsPerLaunch(number, automatic=True, rows=rows)
     sums = 2 * model.num_layers + 1
     kept = sums * (GRANULE + 2 * 2 * rows * model.config.hidden_size)
     assert kept <= 0.7 * 2**30 < kept + sums * GRANULE
@@ -317,12 +317,12 @@ def test_sums_by_way_of_mailboxes_allow_as_many_rows_as_a_mailbox_carries(shape,
     model = TensorParallel(build_model(SHAPES[shape]), mesh)
     layout = group_layers(model.cache_specs(page_size=64, dtype="bfloat16"))
     chosen = choose_steps(None, model, model.param_shapes("bfloat16"), layout)
-    assert chosen.rows_of_several == rows
+    assert chosen.rows == rows
     assert 2 * rows * model.config.hidden_size == MOST_BYTES
 
 
 def test_programs_of_several_steps_are_those_that_measurements_favour():
-    """One device gains with few greedy rows alone; several devices, and those that ask for it, with any."""
+    """One device gains with few rows alone; several devices, and those that ask for it, with more."""
     singles = [
         StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
         for rows in (16, 64)
@@ -332,12 +332,10 @@ def test_programs_of_several_steps_are_those_that_measurements_favour():
     prompt = StepSpec(64, 16, (2,), Features(), decode=False)
     needed = [*singles, blocked, prompt]
     assert declare_multi_steps(needed, StepsPerLaunch(1)) == []
-    [only] = declare_multi_steps(needed, StepsPerLaunch(4, automatic=True))
-    assert (only.rows, only.features, only.steps) == (16, Features(), 4)
-    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows_of_several=64)):
+    few = [replace(one, steps=4) for one in singles if one.rows == 16]
+    assert declare_multi_steps(needed, StepsPerLaunch(4, automatic=True)) == few
+    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows=64)):
         assert declare_multi_steps(needed, chosen) == [replace(one, steps=4) for one in singles]
-    few = declare_multi_steps(needed, StepsPerLaunch(4, automatic=True, rows_of_several=16))
-    assert [one.rows for one in few] == [16, 16]
 
 
 @pytest.mark.parametrize("steps", [0, 65])
