@@ -48,16 +48,17 @@ LONG_PROMPT = 2048
 SHORT_PROMPTS = (32, 64, 96, 100, 128, 192)
 
 LOADS = {
-    "prompt-heavy": Workload(prompt_tokens=(2048, 2048), output_tokens=(128, 128)),
-    "output-heavy": Workload(prompt_tokens=(128, 128), output_tokens=(2048, 2048)),
+    "prompt-heavy": Workload(seed=1, prompt_tokens=(2048, 2048), output_tokens=(128, 128)),
+    "output-heavy": Workload(seed=2, prompt_tokens=(128, 128), output_tokens=(2048, 2048)),
     "shared-prefix": Workload(
+        seed=3,
         data="shared-prefix",
         prefix_tokens=1024,
         prompt_tokens=(1152, 1536),
         output_tokens=(128, 256),
     ),
 }
-"""Workloads of part "loads", each of 256 requests at once."""
+"""Workloads of part "loads", each of 256 requests at once. By their seeds none finds prompts of another in the cache."""
 
 
 class Bench:
@@ -198,16 +199,19 @@ def workload_floor(
     """Returns a lower bound of a workload's seconds: prompts at peak FLOP/s, then decode at peak read bandwidth.
 
     Decode reads the weights once per token of the longest output, and each token's keys and values once. If the
-    device's peak FLOP/s is unknown, the prompts count as 0 s. Tokens that all prompts have in common, the first
-    `common` ones, count once as prompts, without the others' attention to them.
+    device's peak FLOP/s is unknown, the prompts count as 0 s. The first `common` tokens, which all prompts have in
+    common, count once as prompts, without the others' attention to them, and once for each token of the longest output.
     """
     config = SHAPES[shape]
     itemsize = jax.tree.leaves(params)[0].dtype.itemsize
     per_key = config.num_layers * 2 * config.kv_heads * config.head_dim * itemsize
     lengths = [(len(one.prompt), one.max_tokens) for one in requests]
-    keys = sum(output * prompt + output * (output - 1) / 2 for prompt, output in lengths)
+    longest = max(output for _, output in lengths)
+    keys = common * longest + sum(
+        output * (prompt - common) + output * (output - 1) / 2 for prompt, output in lengths
+    )
     weights = decode_bytes(config, params, Setting(0, 0, 0, 0), itemsize)
-    read = (max(output for _, output in lengths) * weights + keys * per_key) / bandwidth
+    read = (longest * weights + keys * per_key) / bandwidth
     computed = [prompt - (common if at else 0) for at, (prompt, _) in enumerate(lengths)]
     prompts = prompt_seconds(config, params, computed)
     return read + (prompts or 0.0)
