@@ -27,7 +27,7 @@ from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.param_types import ParamTypes
 from jaxkv.runner.program_specs import ScoreSpec, StepSpec, without_empty
 from jaxkv.runner.sample_spec import SampleSpec, find_hidden_type, sampling_arrays
-from jaxkv.runner.small_blocks import reserve_small_blocks
+from jaxkv.runner.small_blocks import small_blocks
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.weights.named_arrays import NamedPrograms, NamedWeights
@@ -90,8 +90,8 @@ class ModelRunner:
         mailboxes = has_mailboxes(self.model)
         self.owner = CacheOwner(layout, counts, device=mesh_of(model), mailboxes=mailboxes)
         devices = self.cache.arrays[0].sharding.addressable_devices
-        # Small free blocks of the pool lie between these.
-        self._separators = reserve_small_blocks(devices)
+        # A model without layers, which takes given logits, has no large programs.
+        self._small_blocks = [*map(small_blocks, devices)] if model.num_layers else []
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
@@ -223,7 +223,7 @@ class ModelRunner:
         if self.hosts is not None:
             self.hosts.close()
         self.params, self.adapters, self._hidden = (), None, None
-        self._separators.clear()
+        self._small_blocks.clear()
         self._known.clear()
         # The tracebacks of these errors refer to the parameters.
         self._refused.clear()

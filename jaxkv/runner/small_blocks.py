@@ -3,42 +3,72 @@
 JAX's allocator gives an array the smallest free block that can hold it. A step's packed arrays and tokens are small. If
 no small block is free, they take the beginning of the block in which programs have their temporary memory, which then
 lies elsewhere in each step. Before a launch XLA sets every node of a CUDA graph anew whose addresses have moved, and
-records the library's products again, which takes the host milliseconds (`docs/measured.md`, "Sending a step").
+records cuBLAS's products again, which takes the host milliseconds (`docs/measured.md`, "Sending a step").
 """
 
-from collections.abc import Iterable
+import logging
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
+from jaxlib._jax import Device
 
+from jaxkv.memory import is_out_of_memory
+
+_LOG = logging.getLogger(__name__)
+
+_PLATFORM = "gpu"
 _SMALLEST, _LARGEST = 256, 4 * 2**20
-"""Bytes of the blocks: from the allocator's unit to the packed array of 256 rows with page tables of 4096 pages."""
+"""Bytes of the blocks: from the allocator's unit to the packed array of 256 rows with some 4000 pages each."""
 _OF_EACH = 8
-"""Blocks of each size: two steps in flight and the next one, each with up to two packed arrays and its tokens."""
+"""Blocks of each size: for two steps in flight and the next one, each with two packed arrays and fewer tokens."""
 
 
-def reserve_small_blocks(devices: Iterable[jax.Device]) -> list[jax.Array]:
-    """Leaves free blocks of all small sizes in the pools of GPUs, 64 MiB on each.
+class SmallBlocks:
+    """Free blocks of all small sizes in a GPU's pool, 64 MiB in all, which last as long as this object.
 
     Args:
-        devices: devices of this process. Those that are no GPUs are skipped.
+        gpu: the GPU.
 
-    Returns:
-        Arrays of 256 bytes between the blocks. While they live, no large array takes the blocks' memory.
+    Raises:
+        JaxRuntimeError: the pool has no room; nothing is kept then.
     """
-    kept: list[jax.Array] = []
-    sizes = [_SMALLEST << step for step in range((_LARGEST // _SMALLEST).bit_length())]
-    for device in devices:
-        if device.platform != "gpu":
-            continue
-        # The pool hands memory out in order, so a separator lies behind each block.
+
+    def __init__(self, gpu: Device) -> None:
+        sizes = [_SMALLEST << step for step in range((_LARGEST // _SMALLEST).bit_length())]
+        # The pool hands memory out in order, so a separator lies behind each block, and no large array fits between.
         pairs = [
-            jax.device_put((np.zeros(size, np.uint8), np.zeros(_SMALLEST, np.uint8)), device)
+            jax.device_put((np.zeros(size, np.uint8), np.zeros(_SMALLEST, np.uint8)), gpu)
             for size in sizes
             for _ in range(_OF_EACH)
         ]
         jax.block_until_ready(pairs)
-        for block, separator in pairs:
+        for block, _ in pairs:
             block.delete()
-            kept.append(separator)
-    return kept
+        self.separators = [separator for _, separator in pairs]
+
+
+_SHARED: WeakValueDictionary[Device, SmallBlocks] = WeakValueDictionary()
+
+
+def small_blocks(device: Device) -> SmallBlocks | None:
+    """Returns the small blocks of a device, the same ones to all who hold them; `None` if it is no GPU or has no room.
+
+    Args:
+        device: a device of this process.
+    """
+    if device.platform != _PLATFORM:
+        return None
+    blocks = _SHARED.get(device)
+    if blocks is None:
+        try:
+            blocks = _SHARED[device] = SmallBlocks(device)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            _LOG.warning(
+                "%s has no room for small free blocks, so sending steps takes longer; lower memory_share or "
+                "budget_bytes of the CacheConfig by 64 MiB",
+                device,
+            )
+    return blocks

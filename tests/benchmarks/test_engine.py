@@ -75,6 +75,12 @@ def test_each_load_is_served_whole_and_a_shared_prefix_is_computed_once(folder):
     assert by_load["shared-prefix"]["cached_tokens"] >= 4 * 64
 
 
+def test_no_load_has_the_prompts_of_another():
+    """The workload of part "throughput" has seed 0."""
+    seeds = [0, *(load.seed for load in engine.LOADS.values())]
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_a_kept_prefix_is_told_beside_the_cold_prompt(folder):
     by_name = {row["request"]: row for row in rows(folder, "first-token")}
     assert set(by_name) == {"prompt of 16", "prompt of 20", "cold", "90% kept"}
