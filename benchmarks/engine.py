@@ -58,7 +58,10 @@ LOADS = {
         output_tokens=(128, 256),
     ),
 }
-"""Workloads of part "loads", each of 256 requests at once. By their seeds none finds prompts of another in the cache."""
+"""Workloads of part "loads", each of 256 requests at once.
+
+Their seeds differ, so that none finds the prompts of another in the cache.
+"""
 
 
 class Bench:
