@@ -118,7 +118,7 @@ class Bench:
             "first_token_s": line.tokens[0],
             "most_temporary_mib": warm_up.temp_bytes / 2**20,
         }
-        # As a server does.
+        # A server runs each program before the first request, too.
         run_steps(self.engine, [program.spec for program in self.engine.runner.programs.manifest()])
 
     def first_tokens(self) -> list[Row]:

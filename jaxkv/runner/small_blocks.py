@@ -21,7 +21,7 @@ _PLATFORM = "gpu"
 _SMALLEST, _LARGEST = 256, 4 * 2**20
 """Bytes of the blocks: from the allocator's unit to the packed array of 256 rows with some 4000 pages each."""
 _OF_EACH = 8
-"""Blocks of each size: for two steps in flight and the next one, each with two packed arrays and fewer tokens."""
+"""Blocks of each size, for two steps in flight and the next one: two packed arrays each, and smaller ones of tokens."""
 
 
 class SmallBlocks:

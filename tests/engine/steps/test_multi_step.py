@@ -246,9 +246,9 @@ def test_an_engine_that_was_warmed_up_for_several_steps_compiles_none_and_withou
         assert programs.compiled_late == 0
 
 
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(("idle", "wish"), [(True, GREEDY), (True, CHOOSY), (False, GREEDY)])
 def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_to_wait(
-    idle, monkeypatch
+    idle, wish, monkeypatch
 ):
     engine = engine_for(prefix_cache=False)
     assert engine.multi_step.chosen == StepsPerLaunch(1, automatic=True), (
@@ -257,7 +257,7 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
     engine.multi_step.chosen = StepsPerLaunch(4, automatic=True)
     engine.scheduler.most_steps = 4
     monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: idle))
-    request = request_of([1, 2, 3], max_tokens=40)
+    request = request_of([1, 2, 3], max_tokens=40, **wish)
     single = engine.shapes.choose(1, 1, features_for(request.params), total_tokens=43)
     engine.runner.program(replace(single, steps=4))
     sent = watch(engine)
