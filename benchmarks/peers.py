@@ -1,4 +1,4 @@
-"""Peers of the ops: cuDNN and torch on contiguous tensors of the same sizes, timed in the same run.
+"""Peers of the ops: cuDNN, torch and flash-linear-attention on contiguous tensors of the same sizes, in the same run.
 
 A peer that does not support a case raises `NoPeer` with the reason. A wrong result raises, as for jaxkv's own
 implementations.
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import torch_calls
+from benchmarks import fla_calls, torch_calls
 from benchmarks.contiguous import NoPeer, in_order, lay_out
 from benchmarks.timing import Chain, Effort, Timing, time_chain, time_launches
 from pallas_kernels.workbench.op_benchmark import KINDS, BenchInputs
 
-__all__ = ["PEERS", "NoPeer", "time_cudnn", "time_torch"]
+__all__ = ["PEERS", "NoPeer", "time_cudnn", "time_fla", "time_torch"]
 
 _HALF = ("bfloat16", "float16")
 _ATTENTION = ("paged_attention", "ragged_attention", "latent_attention")
@@ -63,16 +63,25 @@ def time_torch(bench: BenchInputs, effort: Effort) -> Timing:
     """Times the op in plain torch (see `torch_calls.py`); on a GPU in a CUDA graph."""
     if importlib.util.find_spec("torch") is None:
         raise NoPeer("torch is not installed")
-    import torch
-
     if bench.op == "rotary_write":
         raise NoPeer("does not rotate and write in one call")
     if KINDS[bench.op].pool == "states":
         raise NoPeer("has no op that carries such states")
     if bench.op in _ATTENTION:
-        calls, answer = torch_calls.attention(lay_out(bench), bench)
-    else:
-        calls, answer = torch_calls.BUILDERS[bench.op](bench)
+        return _time_calls(bench, torch_calls.attention(lay_out(bench), bench), effort)
+    return _time_calls(bench, torch_calls.BUILDERS[bench.op](bench), effort)
+
+
+def time_fla(bench: BenchInputs, effort: Effort) -> Timing:
+    """Times the gated delta rule of flash-linear-attention (see `fla_calls.py`); on a GPU in a CUDA graph."""
+    return _time_calls(bench, fla_calls.delta(bench, fla_calls.load(bench.op)), effort)
+
+
+def _time_calls(bench: BenchInputs, made: torch_calls.Calls, effort: Effort) -> Timing:
+    """Times calls of torch functions after comparing the result of the last one."""
+    import torch
+
+    calls, answer = made
     calls *= effort.rounds
 
     def launch() -> list[Any]:
@@ -112,4 +121,5 @@ def _first_line(error: Exception) -> str:
 PEERS: dict[str, Callable[[BenchInputs, Effort], Timing]] = {
     "cudnn-contiguous": time_cudnn,
     "torch": time_torch,
+    "fla": time_fla,
 }

@@ -19,7 +19,7 @@ Calls = tuple[list[Callable[[], Any]], Callable[[], list[np.ndarray]]]
 """One call per copy of what is read, and what makes the answer of the last one."""
 
 
-def _tensor(array: np.ndarray) -> Any:  # noqa: ANN401 - torch is optional
+def to_tensor(array: np.ndarray) -> Any:  # noqa: ANN401 - torch is optional
     """Returns a torch tensor with the numbers of an array; bfloat16, which NumPy lacks, is passed as bits."""
     import torch
 
@@ -42,7 +42,9 @@ def attention(cases: Sequence[Contiguous], bench: BenchInputs) -> Calls:
     """Returns calls of `scaled_dot_product_attention`, one per copy of the keys; a kernel per batch of equal rows."""
     if any(case.window is not None for case in cases):
         raise NoPeer("has no window for more than one query")
-    first = [[_tensor(part).transpose(1, 2) for part in (case.q, case.k, case.v)] for case in cases]
+    first = [
+        [to_tensor(part).transpose(1, 2) for part in (case.q, case.k, case.v)] for case in cases
+    ]
     copies = [[(q, k.clone(), v.clone()) for q, k, v in first] for _ in bench.own[1:]]
     attends = [_attend(case) for case in cases]
 
@@ -79,8 +81,8 @@ def _write(bench: BenchInputs) -> Calls:
 
     num_slots = int(np.prod(bench.inputs["pages"][0].shape[:2]))
     real = np.flatnonzero(bench.inputs["slots"] < num_slots)
-    values = [_tensor(value[real]) for value in bench.inputs["values"]]
-    pools = [_tensor(page.copy()).flatten(0, 1) for page in bench.inputs["pages"]]
+    values = [to_tensor(value[real]) for value in bench.inputs["values"]]
+    pools = [to_tensor(page.copy()).flatten(0, 1) for page in bench.inputs["pages"]]
     slots = [
         torch.from_numpy(np.asarray(own["slots"])[real].astype(np.int64)).to(pools[0].device)
         for own in bench.own
@@ -91,7 +93,7 @@ def _write(bench: BenchInputs) -> Calls:
             pool.index_copy_(0, where, value)
 
     def answer() -> list[np.ndarray]:
-        fresh = [_tensor(page.copy()).flatten(0, 1) for page in bench.inputs["pages"]]
+        fresh = [to_tensor(page.copy()).flatten(0, 1) for page in bench.inputs["pages"]]
         call(slots[0], fresh)
         return [_array(pool[slots[0]]) for pool in fresh]
 
@@ -103,11 +105,11 @@ def _product(bench: BenchInputs) -> Calls:
     import torch
 
     inputs = bench.inputs
-    x = _tensor(inputs["x"])
+    x = to_tensor(inputs["x"])
     bias, residual = (
-        None if inputs[name] is None else _tensor(inputs[name]) for name in ("bias", "residual")
+        None if inputs[name] is None else to_tensor(inputs[name]) for name in ("bias", "residual")
     )
-    weights = _copies(_tensor(inputs["weight"]), bench)
+    weights = _copies(to_tensor(inputs["weight"]), bench)
     functions: dict[str, Callable[[Any], Any]] = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
@@ -147,11 +149,11 @@ def _top_keys(bench: BenchInputs) -> Calls:
     keys, scales = _keys(inputs["index_pages"])
     keys, scales = (part.reshape(-1, *part.shape[2:])[slots] for part in (keys, scales))
     q = np.asarray(inputs["q"], np.float32).reshape(len(lengths), -1, keys.shape[-1])
-    weights = _tensor(inputs["weights"])
+    weights = to_tensor(inputs["weights"])
     on_gpu = weights.is_cuda
     halves = torch.bfloat16 if on_gpu and bench.dtype != "float32" else torch.float32
-    q, first = _tensor(q).to(halves), _tensor(keys).to(halves)
-    scales = _tensor(scales)[:, None]
+    q, first = to_tensor(q).to(halves), to_tensor(keys).to(halves)
+    scales = to_tensor(scales)[:, None]
     mask = torch.ones(queries[0], seen, dtype=torch.bool, device=q.device).triu(
         seen - queries[0] + 1
     )
@@ -190,8 +192,8 @@ def _chosen_records(bench: BenchInputs) -> Calls:
     records, rank = jnp.asarray(inputs["records"]), inputs["value_dim"]
     if records.dtype == jnp.uint8:
         records = decode_records(records, rank=rank).astype(inputs["q"].dtype)
-    first = _tensor(np.asarray(records.reshape(-1, records.shape[-1])))
-    q, slots = _tensor(inputs["q"])[:, None], _tensor(inputs["slots"]).long()
+    first = to_tensor(np.asarray(records.reshape(-1, records.shape[-1])))
+    q, slots = to_tensor(inputs["q"])[:, None], to_tensor(inputs["slots"]).long()
 
     def call(records: Any) -> Any:  # noqa: ANN401 - torch is optional
         keys = records[slots][:, None]
@@ -207,7 +209,7 @@ def _bounds(bench: BenchInputs) -> Calls:
     import torch
 
     names = ("logits", "top_k", "top_p", "min_p", "temperature")
-    first, top_k, *columns = (_tensor(bench.inputs[name]) for name in names)
+    first, top_k, *columns = (to_tensor(bench.inputs[name]) for name in names)
     top_p, min_p, temperature = (column[:, None] for column in columns)
     vocab = first.shape[1]
     rank = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()[:, None] - 1
