@@ -8,6 +8,7 @@ Rule for every file here: no models, no requests, no page allocation. Callers pa
 - Recurrent layers: `causal_conv`, `selective_scan` and `selective_update` (Mamba), `ssd_scan` and `ssd_update`
   (Mamba-2), `delta_scan` and `delta_update` (gated DeltaNet).
 - Matrix products: `skinny_matmul` (few rows), `grouped_matmul` (rows sorted by expert).
+- Routing to experts: `row_topk` (the best of each row), `group_rows` (rows sorted by what they choose).
 - Sampling: `filter_bounds` (top-k and top-p thresholds).
 
 The ops are loaded on first use, so importing a host module such as `pallas_kernels.dispatch` does not import JAX.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pallas_kernels.delta_scan.api import delta_scan as delta_scan
     from pallas_kernels.delta_update.api import delta_update as delta_update
     from pallas_kernels.filter_bounds.api import filter_bounds as filter_bounds
+    from pallas_kernels.group_rows.api import group_rows as group_rows
     from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
     from pallas_kernels.index_topk.api import index_topk as index_topk
     from pallas_kernels.latent_attention.api import latent_attention as latent_attention
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.api import paged_attention as paged_attention
     from pallas_kernels.ragged_attention.api import ragged_attention as ragged_attention
     from pallas_kernels.rotary_write.api import rotary_write as rotary_write
+    from pallas_kernels.row_topk.api import row_topk as row_topk
     from pallas_kernels.selective_scan.api import selective_scan as selective_scan
     from pallas_kernels.selective_update.api import selective_update as selective_update
     from pallas_kernels.skinny_matmul.api import skinny_matmul as skinny_matmul
@@ -44,6 +47,7 @@ __all__ = [
     "delta_scan",
     "delta_update",
     "filter_bounds",
+    "group_rows",
     "grouped_matmul",
     "index_topk",
     "latent_attention",
@@ -51,6 +55,7 @@ __all__ = [
     "paged_attention",
     "ragged_attention",
     "rotary_write",
+    "row_topk",
     "selective_scan",
     "selective_update",
     "skinny_matmul",

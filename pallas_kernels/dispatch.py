@@ -31,10 +31,12 @@ class Question:
 _FIXED_KERNELS = frozenset(
     {
         "filter_bounds",
+        "group_rows",
         "grouped_matmul",
         "page_write",
         "ragged_attention",
         "rotary_write",
+        "row_topk",
         "skinny_matmul",
     }
 )

@@ -13,7 +13,7 @@ from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
-from pallas_kernels import grouped_matmul
+from pallas_kernels import group_rows, grouped_matmul, row_topk
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
 from pallas_kernels.formats.few_bits import CODES, FewBits
@@ -67,13 +67,16 @@ def mixture_of_experts(
     Raises:
         Unsupported: `grouped` cannot run on this device or with these sizes; the message gives the reason.
     """
-    chosen, weights = route(params, x, mixture=mixture) if routing is None else routing
+    sorts = grouped if grouped == "xla" else None
+    if routing is None:
+        routing = route(params, x, mixture=mixture, implementation=sorts)
+    chosen, weights = routing
     rows = project(params["latent_in"], x) if "latent_in" in params else x
     activate_rows = partial(gate if mixture.gated else activate, activation=activation)
     if mixture.clamp is not None:
         activate_rows = partial(clamped_gate, limit=mixture.clamp)
     if grouped is not None:
-        run_experts = partial(_run_sorted, implementation=grouped)
+        run_experts = partial(_run_sorted, implementation=grouped, sorts=sorts)
     else:
         few = chosen.size <= mixture.experts and not is_fixed()
         run_experts = _run_gathered if few else _run_all
@@ -116,16 +119,25 @@ def grouped_for(
 
 
 def route(
-    params: LayerParams, x: Float[Array, "tokens hidden_size"], *, mixture: MixtureConfig
+    params: LayerParams,
+    x: Float[Array, "tokens hidden_size"],
+    *,
+    mixture: MixtureConfig,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
     """Returns the experts that each token's router chooses, best first, and their weights.
 
-    The arguments are those of `mixture_of_experts`.
+    The arguments are those of `mixture_of_experts`, and the implementation of `row_topk`; `None` for the best.
     """
     logits = project(params["router"], x, result=jnp.float32)
     if "router_bias" in params:
         logits = logits + params["router_bias"].astype(jnp.float32)[None]
-    choose = partial(choose_experts, correction=params.get("router_correction"), mixture=mixture)
+    choose = partial(
+        choose_experts,
+        correction=params.get("router_correction"),
+        mixture=mixture,
+        implementation=implementation,
+    )
     return by_row_tiles(choose, logits)
 
 
@@ -134,27 +146,34 @@ def choose_experts(
     correction: Float[Array, " experts"] | None,
     *,
     mixture: MixtureConfig,
+    implementation: str | None = None,
 ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
     """Returns each token's experts, best first, and their weights, in float32."""
+    topk = partial(row_topk, implementation=implementation)
     scores = jax.nn.sigmoid(logits) if mixture.scoring == "sigmoid" else jax.nn.softmax(logits)
     # The correction (Wang et al., Auxiliary-Loss-Free Load Balancing) changes the choice of experts, not their weights.
     ranked = scores if correction is None else scores + correction[None]
-    _, chosen = jax.lax.top_k(_within_best_groups(ranked, mixture), mixture.top_k)
-    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    taken, chosen = topk(_within_best_groups(ranked, mixture, topk), mixture.top_k)
+    weights = taken if correction is None else jnp.take_along_axis(scores, chosen, axis=1)
     if mixture.renormalise:
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + mixture.sum_eps)
+        # As additions, which join the kernel that uses the weights; a reduction would be one of its own.
+        first, *others = (weights[:, place, None] for place in range(mixture.top_k))
+        weights = weights / (sum(others, first) + mixture.sum_eps)
     return chosen, weights * mixture.scale
 
 
 def _within_best_groups(
-    scores: Float[Array, "tokens experts"], mixture: MixtureConfig
+    scores: Float[Array, "tokens experts"],
+    mixture: MixtureConfig,
+    topk: Callable[[Float[Array, "rows columns"], int], tuple[Array, Array]],
 ) -> Float[Array, "tokens experts"]:
     """Masks experts outside the groups with the highest sum of their best one or two scores (DeepSeek-V2 and -V3)."""
     if mixture.groups == mixture.top_groups:
         return scores
     grouped = scores.reshape(scores.shape[0], mixture.groups, -1)
-    votes, _ = jax.lax.top_k(grouped, mixture.group_votes)
-    _, best = jax.lax.top_k(jnp.sum(votes, axis=-1), mixture.top_groups)
+    votes, _ = topk(grouped.reshape(-1, grouped.shape[2]), mixture.group_votes)
+    votes = votes.reshape(*grouped.shape[:2], -1)
+    _, best = topk(jnp.sum(votes, axis=-1), mixture.top_groups)
     allowed = jnp.any(best[:, :, None] == jnp.arange(mixture.groups)[None, None, :], axis=1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
@@ -167,35 +186,32 @@ def _run_sorted(
     activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
     *,
     implementation: str,
+    sorts: str | None,
 ) -> Float[Array, "tokens width"]:
     """Runs the experts with `grouped_matmul` on (token, expert) pairs sorted by expert, a block of tokens at a time.
 
-    The outputs of a token are added in the order of `chosen`.
+    The outputs of a token are added in the order of `chosen`. `sorts` is the implementation of `group_rows`.
     """
     up, top_k = params["experts_up"], chosen.shape[1]
-    experts = jnp.arange(up.shape[0])
 
     def run(
         x: Float[Array, "block width"],
         chosen: Int[Array, "block top_k"],
         weights: Float[Array, "block top_k"],
     ) -> Float[Array, "block width"]:
-        picked = chosen.reshape(-1)
-        order = jnp.argsort(picked, stable=True)
-        sizes = jnp.sum((picked[None, :] == experts[:, None]).astype(jnp.int32), axis=1)
+        rows, row_experts, places, sizes = group_rows(x, chosen, up.shape[0], implementation=sorts)
         multiply = partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
 
         def with_bias(out: Float[Array, "picked out"], name: str) -> Float[Array, "picked out"]:
             if name not in params:
                 return out
-            return out.astype(jnp.float32) + params[name][picked[order]].astype(jnp.float32)
+            return out.astype(jnp.float32) + params[name][row_experts].astype(jnp.float32)
 
-        inner = with_bias(multiply(up, x[order // top_k]), "experts_up_bias")
+        inner = with_bias(multiply(up, rows), "experts_up_bias")
         inner = activate_rows(inner).astype(x.dtype)
         out = multiply(params["experts_down"], inner, group_axis=1)
         out = with_bias(out, "experts_down_bias")
-        inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-        out = out[inverse].astype(jnp.float32).reshape(*chosen.shape, -1)
+        out = out[places].astype(jnp.float32)
         parts = [out[:, place] * weights[:, place, None] for place in range(top_k)]
         return sum(parts[1:], parts[0]).astype(x.dtype)
 

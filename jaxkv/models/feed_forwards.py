@@ -8,6 +8,7 @@ from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import in_few_bits, project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts, route
 from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
+from pallas_kernels.families import member
 
 
 def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -88,7 +89,8 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
 def _run_mixture(inputs: BlockInputs) -> BlockOutput:
     mixture, params, x = required(inputs.config.mixture), inputs.params, inputs.hidden
     grouped = grouped_for(params, len(x), mixture=mixture, implementation=inputs.implementation)
-    routing = route(params, x, mixture=mixture)
+    topk = member(inputs.implementation, "row_topk")
+    routing = route(params, x, mixture=mixture, implementation=topk)
     if inputs.chosen_experts is not None:
         inputs.chosen_experts.append(routing[0])
     return {}, mixture_of_experts(

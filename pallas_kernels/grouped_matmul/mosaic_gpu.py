@@ -81,7 +81,7 @@ def _multiply(
     """Pads x to whole windows and launches the kernel."""
     missing = schedule.padded_rows(geometry) - geometry.rows
     x = jnp.pad(x, ((0, missing), (0, 0))) if missing else x
-    visits = table(group_sizes, geometry, schedule)
+    visits = table(group_sizes, geometry, schedule, interpret=interpret)
     codes, *factors = jax.tree.leaves(weight)
     # One axis of rows; `Block.factors_of` indexes it.
     factors = [array.reshape(-1, array.shape[-1]) for array in factors]

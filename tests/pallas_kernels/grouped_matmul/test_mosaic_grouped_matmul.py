@@ -1,18 +1,17 @@
 """The Mosaic GPU kernel of `grouped_matmul` itself: interpreted, and how it cuts the work. Contract: its own suite."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pallas_kernels.device import NEWEST_JAX, ROW_TILE, SHARED_BYTES_PER_BLOCK
 from pallas_kernels.fixed_order import fixed_order
-from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_visits
 from pallas_kernels.grouped_matmul.cases import CASES, Case
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import COUNT, FIRST, GROUP, HIGH, LOW, table
@@ -21,6 +20,7 @@ from tests.fast_cases import fast_cases
 from tests.pallas_kernels.contract import bits, device
 from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
+from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
 from tests.tolerances import assert_output
 
 pytestmark = pytest.mark.skipif(
@@ -172,30 +172,34 @@ def test_in_the_fixed_order_the_weight_is_on_the_left_of_any_number_of_rows(case
 VISITED = [(rows, window) for rows in (5, 96) for window in (8, 16, 64)]
 
 
-@pytest.fixture(scope="module")
-def tables():
-    """What to call, compiled once for each number of rows and window, and its sizes."""
-    found = {}
-    for rows, window in VISITED:
-        geometry = Geometry(rows, 8, 64, 64, 0, BFLOAT16, BFLOAT16)
-        schedule = Schedule(window, 64, "weight", 64, 2, 1)
-        run = jax.jit(partial(table, geometry=geometry, schedule=schedule))
-        found[rows, window] = run, geometry, schedule
-    return found
+def listed(sizes, geometry, schedule):
+    """Returns the table of visits, made by the kernel's code in NumPy; what it does not write is negative."""
+    visits = schedule.visits(geometry)
+    facts = np.full(5 * visits, -1, np.int32)
+    mosaic_visits._list_visits(
+        NumpyThreads(),
+        sizes,
+        facts,
+        np.zeros(4, np.int32),
+        groups=len(sizes),
+        visits=visits,
+        window=schedule.window,
+        last_start=schedule.padded_rows(geometry) - schedule.window,
+    )
+    return facts.reshape(5, visits)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    what=st.sampled_from(VISITED), cuts=st.lists(st.floats(0, 1, width=16), min_size=7, max_size=7)
-)
-def test_visits_cover_each_row_once_and_fit_what_was_launched_for(tables, what, cuts):
-    run, geometry, schedule = tables[what]
-    ends = [*sorted(round(cut * geometry.rows) for cut in cuts), geometry.rows]
-    sizes = np.diff(ends, prepend=0).astype(np.int32)
-    visits = np.asarray(run(sizes))
+@given(what=st.sampled_from(VISITED), groups=st.sampled_from((1, 8, 300)), data=st.data())
+def test_visits_cover_each_row_once_and_fit_what_was_launched_for(what, groups, data):
+    rows, window = what
+    geometry = Geometry(rows, groups, 64, 64, 0, BFLOAT16, BFLOAT16)
+    schedule = Schedule(window, 64, "weight", 64, 2, 1)
+    starts = data.draw(st.lists(st.integers(0, groups - 1), min_size=rows, max_size=rows))
+    sizes = np.bincount(starts, minlength=groups).astype(np.int32)
+    visits = listed(sizes, geometry, schedule)
     count = visits[COUNT, 0]
     assert count <= schedule.visits(geometry) == visits.shape[1]
-    wanted = np.repeat(np.arange(8), sizes)
+    wanted = np.repeat(np.arange(groups), sizes)
     found = []
     for group, first, low, high in visits[[GROUP, FIRST, LOW, HIGH], :count].T:
         assert first % ROW_TILE == 0
@@ -204,6 +208,18 @@ def test_visits_cover_each_row_once_and_fit_what_was_launched_for(tables, what, 
         assert (wanted[low:high] == group).all()
         found += range(low, high)
     assert found == list(range(geometry.rows))
+
+
+def test_interpreted_the_visits_are_those_of_the_code_in_numpy(races):
+    geometry = Geometry(96, 8, 64, 64, 0, BFLOAT16, BFLOAT16)
+    schedule = Schedule(16, 64, "weight", 64, 2, 1)
+    sizes = np.asarray([0, 3, 40, 0, 1, 50, 2, 0], np.int32)
+    found = np.asarray(table(jnp.asarray(sizes), geometry, schedule, interpret=True))
+    wanted = listed(sizes, geometry, schedule)
+    count = wanted[COUNT, 0]
+    assert found[COUNT, 0] == count
+    np.testing.assert_array_equal(found[:COUNT, :count], wanted[:COUNT, :count])
+    assert not races()
 
 
 def test_a_group_of_few_rows_is_visited_once():

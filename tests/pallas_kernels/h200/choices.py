@@ -1,4 +1,4 @@
-"""The kernels that choose, `index_topk` and `filter_bounds`, as kernels.py compiles them for an H200.
+"""The kernels that choose keys, tokens and experts, as kernels.py compiles them for an H200.
 
 Their first argument is the pool that must not be copied.
 """
@@ -30,6 +30,23 @@ def bound(logits, top_k, top_p, min_p, temperature):
     return logits, [mosaic_gpu.filter_bounds(logits, top_k + layer, *arrays) for layer in range(6)]
 
 
+def route(x, scores):
+    from pallas_kernels.group_rows import mosaic_gpu as group_rows
+    from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
+    from pallas_kernels.grouped_matmul.mosaic_visits import table
+    from pallas_kernels.row_topk import mosaic_gpu as row_topk
+
+    count, groups = 10, scores.shape[1]
+    geometry = Geometry(count * len(x), groups, 1024, x.shape[1], 0, x.dtype, x.dtype)
+    layers = []
+    # XLA makes no graph of fewer than five kernels.
+    for layer in range(2):
+        _, chosen = row_topk.row_topk(scores + layer, count=count)
+        *found, sizes = group_rows.group_rows(x, chosen, groups=groups)
+        layers.append((found, table(sizes, geometry, Schedule.by_rule(geometry))))
+    return x, layers
+
+
 def programs():
     """Returns, by name, a function whose first argument is donated, and its arguments."""
     import jax
@@ -54,4 +71,8 @@ def programs():
         "index_topk 131072": topk(32, 2048, "float8_e4m3fn"),
         "index_topk packed": topk(256, 64, "float8_e4m3fn", packed=3),
         "filter_bounds": bounds(64, 128256),
+        "row_topk and group_rows": (
+            route,
+            (array("bfloat16", 64, 2048), array("float32", 64, 512)),
+        ),
     }

@@ -30,7 +30,7 @@ MODULES = {
 }
 # Each kernel, with most ways in which it is compiled that another size of it does not show.
 FEW = {
-    "choices": ("index_topk",),
+    "choices": ("index_topk", "row_topk and group_rows"),
     "decode": ("batch 64",),
     "grouped": ("gpt-oss-up-t8", "gpt-oss-down-t2048"),
     # Of pages of 8 bits, the same kernel reads what XLA has unpacked.

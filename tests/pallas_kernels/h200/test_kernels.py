@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 PROGRAMS = {
     "few": {
-        **{"choices": 1, "decode": 1, "grouped": 2, "ragged": 1},
+        **{"choices": 2, "decode": 1, "grouped": 2, "ragged": 1},
         **{"skinny": 5, "states": 5, "sums": 2, "writes": 6},
     },
     "rest": {

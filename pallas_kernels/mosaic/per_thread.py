@@ -1,0 +1,318 @@
+"""Code of single threads, for small work whose threads need one another's numbers; it is emitted or interpreted.
+
+The code is a function of a `Threads`, of references with one axis, and of words. A *word* is 32 bits of each thread of
+a warpgroup: a `Word` where the code is emitted, an int32 array [128] where it is interpreted. Both have Python's
+operators, in two's complement; `//` and `%` take words that are not negative. No operator changes a word, but `+=` may
+change an array, so the code says `x = x + y`. Between two calls of `sync` no thread may read what another one writes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic.dialects import Value, arith, constant, i32, inline, ir, llvm, scf, utils
+from pallas_kernels.mosaic.jax_versions import assign
+from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.warps import WARPS
+
+LANES = 32
+THREADS = WARPS * LANES
+"""Threads that run the code: one warpgroup, which is the whole block."""
+
+_ALL_LANES = "0xffffffff"
+# Operands: $0 the sum, $1 this lane's number. Lanes that have no lower neighbour at this distance keep theirs.
+_ADD_LOWER = """{{
+    .reg .pred is_there;
+    .reg .b32 other;
+    shfl.sync.up.b32 other|is_there, $1, {distance}, 0x0, {lanes};
+    mov.b32 $0, $1;
+    @is_there add.s32 $0, $0, other;
+}}"""
+
+
+def run_threads(
+    code: Callable[..., None], refs: Sequence[Ref], *scalars: Array, interpret: bool
+) -> None:
+    """Runs `code(threads, *refs, *scalars)` on the threads of a block, which has one warpgroup.
+
+    Args:
+        code: the code of a thread.
+        refs: references to int32 or float32 of one axis, in global or shared memory. Their bits are loaded and stored.
+        scalars: int32 numbers, words that are equal for all threads.
+        interpret: whether the interpreter runs this.
+    """
+    if interpret:
+        code(_Interpreted(), *refs, *(jnp.broadcast_to(scalar, THREADS) for scalar in scalars))
+        return
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @inline(arg_types=(*(plgpu.RefType() for _ in refs), *(splat for _ in scalars)))
+    def run(_: Value, *given: Value) -> None:
+        words = [Word(scalar.registers.item()) for scalar in given[len(refs) :]]
+        code(_Emitted(), *given[: len(refs)], *words)
+
+    run(*refs, *scalars)
+
+
+class Threads(ABC):
+    """What the code of a thread can do besides arithmetic.
+
+    Attributes:
+        number: the thread's number.
+        lane: its number in its warp.
+        warp: its warp's number.
+    """
+
+    number: Any
+    lane: Any
+    warp: Any
+
+    @abstractmethod
+    def select(self, condition: Any, one: Any, other: Any) -> Any:  # noqa: ANN401 - words or numbers
+        """Returns `one` where the condition holds, and `other` elsewhere."""
+
+    @abstractmethod
+    def ones(self, word: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns the number of set bits."""
+
+    @abstractmethod
+    def load(self, ref: Ref, place: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns the bits at a place, which must be in bounds."""
+
+    @abstractmethod
+    def store(self, ref: Ref, place: Any, word: Any, *, where: Any = None) -> None:  # noqa: ANN401 - words
+        """Stores bits at a place; where the condition does not hold, nothing happens at any place."""
+
+    @abstractmethod
+    def set_bits(self, ref: Ref, place: Any, bits: Any) -> None:  # noqa: ANN401 - words
+        """Sets bits of a word in shared memory at once, whichever other threads set there."""
+
+    @abstractmethod
+    def most_of_warp(self, word: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns the largest number of the warp's threads."""
+
+    @abstractmethod
+    def least_of_warp(self, word: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns the smallest number of the warp's threads."""
+
+    @abstractmethod
+    def sum_in_warp(self, word: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns the sum of the numbers of this thread and of those before it in its warp."""
+
+    @abstractmethod
+    def repeat(self, count: Any, body: Callable[[Any, Any], None]) -> None:  # noqa: ANN401 - a word
+        """Calls `body(turn, where)` for each turn below `count`, a word; `where` is a condition for its stores."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Waits for all threads, whose earlier stores are then visible."""
+
+    def least(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - words or numbers
+        """Returns the smaller of two numbers."""
+        return self.select(one < other, one, other)
+
+    def most(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - words or numbers
+        """Returns the larger of two numbers."""
+        return self.select(one > other, one, other)
+
+    def running_sum(self, word: Any, table: Ref) -> Any:  # noqa: ANN401 - a word
+        """Returns the sum of the numbers of this thread and of all before it.
+
+        Args:
+            word: the thread's number.
+            table: int32 in shared memory, an element per warp; free again when the threads have synchronised.
+        """
+        within = self.sum_in_warp(word)
+        self.store(table, self.warp, within, where=self.lane == LANES - 1)
+        self.sync()
+        for warp in range(WARPS - 1):
+            within = within + self.select(
+                self.warp > warp, self.load(table, self.number * 0 + warp), 0
+            )
+        self.sync()
+        return within
+
+
+class Word:
+    """32 bits of a thread, or a condition, in emitted code."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+    def __add__(self, other: "Word | int") -> "Word":
+        return Word(arith.addi(self.value, _value(other)))
+
+    def __sub__(self, other: "Word | int") -> "Word":
+        return Word(arith.subi(self.value, _value(other)))
+
+    def __mul__(self, other: "Word | int") -> "Word":
+        return Word(arith.muli(self.value, _value(other)))
+
+    def __floordiv__(self, other: "Word | int") -> "Word":
+        return Word(arith.divui(self.value, _value(other)))
+
+    def __mod__(self, other: "Word | int") -> "Word":
+        return Word(arith.remui(self.value, _value(other)))
+
+    def __and__(self, other: "Word | int") -> "Word":
+        return Word(arith.andi(self.value, _value(other)))
+
+    def __xor__(self, other: "Word | int") -> "Word":
+        return Word(arith.xori(self.value, _value(other)))
+
+    def __rlshift__(self, other: int) -> "Word":
+        return Word(arith.shli(_value(other), self.value))
+
+    def __lt__(self, other: "Word | int") -> "Word":
+        return self._compared(arith.CmpIPredicate.slt, other)
+
+    def __gt__(self, other: "Word | int") -> "Word":
+        return self._compared(arith.CmpIPredicate.sgt, other)
+
+    def __eq__(self, other: object) -> "Word":  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert isinstance(other, Word | int), "words are compared with words and numbers"
+        return self._compared(arith.CmpIPredicate.eq, other)
+
+    def _compared(self, how: Any, other: "Word | int") -> "Word":  # noqa: ANN401 - private to MLIR
+        return Word(arith.cmpi(how, self.value, _value(other)))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _value(word: Word | int) -> Value:
+    return constant(word) if isinstance(word, int) else word.value
+
+
+class _Emitted(Threads):
+    """Emits MLIR and PTX."""
+
+    def __init__(self) -> None:
+        self.number = Word(utils.thread_idx())
+        self.lane, self.warp = self.number % LANES, self.number // LANES
+
+    def select(self, condition: Word, one: Word | int, other: Word | int) -> Word:
+        return Word(arith.select(condition.value, _value(one), _value(other)))
+
+    def ones(self, word: Word) -> Word:
+        return _assembled("popc.b32 $0, $1;", word)
+
+    def load(self, ref: Value, place: Word) -> Word:
+        return Word(llvm.load(i32(), _address(ref, place)))
+
+    def store(
+        self, ref: Value, place: Word, word: Word | int, *, where: Word | None = None
+    ) -> None:
+        if where is None:
+            llvm.store(_value(word), _address(ref, place))
+            return
+        branch = scf.IfOp(where.value)
+        with ir.InsertionPoint(branch.then_block):
+            llvm.store(_value(word), _address(ref, place))
+            scf.yield_([])
+
+    def set_bits(self, ref: Value, place: Word, bits: Word) -> None:
+        address = llvm.ptrtoint(i32(), _address(ref, place))
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [address, bits.value],
+            "red.shared.or.b32 [$0], $1;",
+            "r,r,~{memory}",
+            has_side_effects=True,
+        )
+
+    def most_of_warp(self, word: Word) -> Word:
+        return _assembled(f"redux.sync.max.s32 $0, $1, {_ALL_LANES};", word)
+
+    def least_of_warp(self, word: Word) -> Word:
+        return _assembled(f"redux.sync.min.s32 $0, $1, {_ALL_LANES};", word)
+
+    def sum_in_warp(self, word: Word) -> Word:
+        for distance in (1, 2, 4, 8, 16):
+            word = _assembled(_ADD_LOWER.format(distance=distance, lanes=_ALL_LANES), word)
+        return word
+
+    def repeat(self, count: Word, body: Callable[[Word, Word], None]) -> None:
+        loop = scf.ForOp(constant(0), count.value, constant(1))
+        with ir.InsertionPoint(loop.body):
+            turn = Word(loop.induction_variable)
+            body(turn, turn < count)
+            scf.yield_([])
+
+    def sync(self) -> None:
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [], "bar.sync 0;", "~{memory}", has_side_effects=True
+        )
+
+
+def _assembled(text: str, word: Word) -> Word:
+    return Word(llvm.inline_asm(i32(), [word.value], text, "=&r,r", has_side_effects=True))
+
+
+def _address(ref: Value, place: Word) -> Value:
+    return utils.getelementptr(utils.memref_ptr(ref), [place.value], i32())
+
+
+class _Interpreted(Threads):
+    """Runs all threads at once on arrays."""
+
+    def __init__(self) -> None:
+        self.number = jnp.arange(THREADS, dtype=jnp.int32)
+        self.lane, self.warp = self.number % LANES, self.number // LANES
+
+    def select(self, condition: Array, one: Array | int, other: Array | int) -> Array:
+        return jnp.where(condition, jnp.asarray(one, jnp.int32), jnp.asarray(other, jnp.int32))
+
+    def ones(self, word: Array) -> Array:
+        return lax.population_count(word)
+
+    def load(self, ref: Ref, place: Array) -> Array:
+        return lax.bitcast_convert_type(ref[...][place], jnp.int32)
+
+    def store(
+        self, ref: Ref, place: Array, word: Array | int, *, where: Array | None = None
+    ) -> None:
+        word = jnp.broadcast_to(jnp.asarray(word, jnp.int32), THREADS)
+        number = lax.bitcast_convert_type(word, ref.dtype)
+        wanted = jnp.ones(THREADS, bool) if where is None else where
+
+        # One by one, so that a block touches no element that is another block's.
+        def store_one(thread: Array, carry: None) -> None:
+            @pl.when(wanted[thread])
+            def _() -> None:
+                assign(ref, place[thread], number[thread])
+
+            return carry
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), store_one, None)
+
+    def set_bits(self, ref: Ref, place: Array, bits: Array) -> None:
+        def set_one(thread: Array, carry: None) -> None:
+            assign(ref, place[thread], ref[place[thread]] | bits[thread])
+            return carry
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), set_one, None)
+
+    def most_of_warp(self, word: Array) -> Array:
+        return jnp.repeat(jnp.max(word.reshape(WARPS, LANES), axis=1), LANES)
+
+    def least_of_warp(self, word: Array) -> Array:
+        return jnp.repeat(jnp.min(word.reshape(WARPS, LANES), axis=1), LANES)
+
+    def sum_in_warp(self, word: Array) -> Array:
+        return jnp.cumsum(word.reshape(WARPS, LANES), axis=1, dtype=jnp.int32).reshape(-1)
+
+    def repeat(self, count: Array, body: Callable[[Array, Array], None]) -> None:
+        def run(turn: Array, carry: None) -> None:
+            every = jnp.broadcast_to(turn, THREADS)
+            body(every, every < count)
+            return carry
+
+        lax.fori_loop(jnp.int32(0), jnp.max(count), run, None)
+
+    def sync(self) -> None:
+        pass
