@@ -81,34 +81,30 @@ def pytest_unconfigure(config):
 
 
 _LONG = (
-    "replicas/test_front.py",
-    "test_llm.py",
     "test_tensor_parallel.py",
+    "test_llm.py",
     "engine/test_h200.py",
+    "replicas/test_front.py",
     "test_generation.py",
     "pallas_kernels/skinny_matmul/test_mosaic_skinny_matmul.py",
     "models/families/test_parity.py",
-    "docs/test_pages.py",
     "models/families/test_hybrid_parity.py",
-    "models/families/test_tensor_parallel.py",
     "benchmarks/test_ops.py",
+    "pallas_kernels/h200/test_kernels.py",
     "pallas_kernels/test_mosaic_states.py",
     "models/test_flax_model.py",
+    "models/families/test_tensor_parallel.py",
     "engine/test_engine.py",
     "engine/test_saved_prefixes.py",
-    "pallas_kernels/h200/test_kernels.py",
-    "pallas_kernels/ragged_attention/test_mosaic_ragged_attention.py",
     "engine/test_simulated.py",
-    "engine/test_hybrid_reuse.py",
     "structured/test_generated_text.py",
-    "engine/test_adapters.py",
-    "torch_bridge/ops/test_direct.py",
+    "pallas_kernels/ragged_attention/test_mosaic_ragged_attention.py",
+    "engine/test_hybrid_reuse.py",
     "pallas_kernels/ragged_attention/test_ragged_attention.py",
     "torch_bridge/graphs/test_step_graphs.py",
     "engine/speculation/test_draft_heads.py",
-    "engine/test_hybrid_prefix.py",
 )
-"""Files of 15 CPU seconds and more, the longest first, so that no process waits at the end for another's long file."""
+"""Files of 12 CPU seconds and more, the longest first, so that no process waits at the end for another's long file."""
 
 
 def pytest_collection_modifyitems(items):

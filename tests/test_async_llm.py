@@ -13,6 +13,7 @@ from jaxkv.async_llm import AsyncLLM
 from jaxkv.config.sampling import MAX_STOP_STRINGS
 from jaxkv.engine.request import Piece
 from jaxkv.programs.manifest import compile_count
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -26,12 +27,14 @@ def one_layer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(one_layer):
-    return LLM(
-        one_layer,
-        dtype="float32",
-        max_model_len=64,
-        cache=CacheConfig(max_sequences=2, page_size=16),
-        progress=False,
+    return few_programs(
+        LLM(
+            one_layer,
+            dtype="float32",
+            max_model_len=64,
+            cache=CacheConfig(max_sequences=2, page_size=16),
+            progress=False,
+        )
     )
 
 

@@ -15,21 +15,25 @@ from jaxkv.errors import BadCheckpoint, OutOfPages, ProgramRefused
 from jaxkv.models.registry import load_config
 from jaxkv.programs.manifest import compile_count
 from jaxkv.runner.program_specs import StepSpec
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
+# Each combination of features is a program, so tests here have few of them: filters with draws, and `min_tokens` with
+# penalties.
+# An `LLM` of the same options finds on disk what another one has compiled.
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "cache": CacheConfig(max_sequences=3, page_size=16),
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
 def llm(one_layer):
-    return LLM(
-        one_layer,
-        dtype="float32",
-        max_model_len=128,
-        cache=CacheConfig(max_sequences=3, page_size=16),
-        progress=False,
-    )
+    return few_programs(LLM(one_layer, **OPTIONS))
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +141,9 @@ def test_a_stream_that_is_dropped_gives_its_pages_back(llm):
 
 
 def test_samples_differ_and_the_first_is_the_seeds_own(llm):
-    wish = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12)
+    wish = SamplingParams(temperature=1.0, top_p=0.9, seed=3, n=3, max_tokens=12)
     output = llm.generate(PROMPTS[0], wish)[0]
-    alone = llm.generate(PROMPTS[0], SamplingParams(temperature=1.0, seed=3, max_tokens=12))[0]
+    alone = llm.generate(PROMPTS[0], replace(wish, n=1))[0]
     assert len(output.outputs) == 3
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
     assert output.token_ids == output.outputs[0].token_ids == alone.token_ids
@@ -155,13 +159,13 @@ def test_more_prompts_than_run_at_once_have_the_same_answers(llm):
 def test_each_prompt_has_its_own_parameters_and_old_ones_leave_no_trace(llm):
     """A biased request's entry in the sampling group is clean again for its successor."""
     wishes = [
-        SamplingParams(temperature=0.0, max_tokens=4, logit_bias={77: 100.0}),
+        SamplingParams(temperature=0.0, min_tokens=4, max_tokens=4, logit_bias={77: 100.0}),
         SamplingParams(temperature=0.0, max_tokens=2),
     ]
     biased, plain = llm.generate(PROMPTS[:2], wishes)
     assert biased.token_ids == [77] * 4
     assert len(plain.token_ids) == 2
-    spread = SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=0.001)
+    spread = SamplingParams(temperature=0.0, min_tokens=4, max_tokens=4, presence_penalty=0.001)
     assert 77 not in llm.generate(PROMPTS, spread)[0].token_ids
 
 
@@ -288,7 +292,7 @@ def test_chat_passes_tools_documents_and_the_choice_of_a_template(tmp_path):
     (folder / "chat_templates" / "tool_use.jinja").write_text(
         "{{ tools[0].function.name }}{{ documents[0].text }}{{ x }}{{ messages[-1].content }}"
     )
-    llm = LLM(folder, max_model_len=64, cache=CacheConfig(max_sequences=2), progress=False)
+    llm = few_programs(LLM(folder, **OPTIONS))
     asked = {"tools": [lookup], "documents": [{"text": "D"}], "chat_template_kwargs": {"x": 5}}
     text = llm.tokenizer.decode(llm.chat_prompt("hi", **asked))
     assert text == "lookupD5hi"
@@ -307,12 +311,7 @@ def test_chat_passes_tools_documents_and_the_choice_of_a_template(tmp_path):
 
 
 def test_chat_answers_a_text_a_conversation_and_a_list_of_these(tmp_path):
-    llm = LLM(
-        chatty(tmp_path / "model"),
-        max_model_len=64,
-        cache=CacheConfig(max_sequences=2),
-        progress=False,
-    )
+    llm = few_programs(LLM(chatty(tmp_path / "model"), **OPTIONS))
     hi, bye = ([{"role": "user", "content": text}] for text in ("hi", "bye"))
     one = llm.chat(hi, GREEDY)
     assert llm.chat("hi", GREEDY).token_ids == one.token_ids
@@ -370,7 +369,8 @@ def test_a_model_with_more_end_ids_than_fit_is_refused_and_one_with_fewer_serves
     wish = SamplingParams(
         temperature=0.0, min_tokens=2, max_tokens=2, stop_token_ids=range(64, 128)
     )
-    output = llm.generate("def ", wish)[0]
+    # A prompt of one token has no program of its own.
+    output = llm.generate([[5]], wish)[0]
     assert (output.finish_reason, output.error) in (("length", None), ("stop", None))
     assert output.token_ids[0] >= 128
 
@@ -421,7 +421,7 @@ def test_strict_mode_refuses_what_was_not_warmed_up(one_layer):
         max_model_len=64,
         cache=CacheConfig(max_sequences=2, page_size=16),
         # Prompts in chunks, which have few sizes.
-        engine=EngineConfig(token_budget=16),
+        engine=EngineConfig(token_budget=8),
         strict=True,
         progress=False,
     )
@@ -434,12 +434,12 @@ def test_strict_mode_refuses_what_was_not_warmed_up(one_layer):
     with pytest.raises(ProgramRefused, match="draws"):
         llm.generate([[1, 2, 3]], SamplingParams(temperature=1.0, max_tokens=12))
     # At a bucket's edge, with penalties, for several samples and for scores: what was declared is what runs.
-    penalised = SamplingParams(temperature=0.5, presence_penalty=1.0, n=3, seed=1, max_tokens=11)
-    llm.warm_up(batch=1, prompt_tokens=22, sampling=penalised, score=True)
+    penalised = SamplingParams(temperature=0.5, presence_penalty=1.0, n=3, seed=1, max_tokens=7)
+    llm.warm_up(batch=1, prompt_tokens=10, sampling=penalised, score=True)
     before = compile_count()
-    llm.generate([[5] * 22], penalised)
-    list(llm.stream([5] * 22, replace(penalised, n=1)))
-    llm.score([[5] * 22])
+    llm.generate([[5] * 10], penalised)
+    list(llm.stream([5] * 10, replace(penalised, n=1)))
+    llm.score([[5] * 10])
     assert compile_count() == before
     # Compilation ran nothing, so the cache was still all zeros when the first request came.
     assert all(not array.any() for array in cold)
@@ -456,9 +456,9 @@ def test_a_cache_too_small_for_one_sequence_says_so():
 
 def test_penalised_and_plain_rows_share_steps_without_noticing(llm):
     wishes = [
-        SamplingParams(temperature=0.0, repetition_penalty=1.8, max_tokens=10),
+        SamplingParams(temperature=0.0, repetition_penalty=1.8, min_tokens=4, max_tokens=10),
         GREEDY,
-        SamplingParams(temperature=0.9, seed=4, max_tokens=10, frequency_penalty=1.0),
+        SamplingParams(temperature=0.9, seed=4, max_tokens=10, frequency_penalty=1.0, min_tokens=4),
     ]
     together = llm.generate(PROMPTS, wishes)
     for prompt, wish, output in zip(PROMPTS, wishes, together, strict=True):
@@ -610,7 +610,7 @@ def test_the_recommended_sampling_is_that_of_generation_config_json(tmp_path):
         assert llm.get_default_sampling_params() == SamplingParams(**recommended)
         chosen = llm.get_default_sampling_params(top_k=3, max_tokens=2)
         assert chosen == SamplingParams(**recommended | {"top_k": 3}, max_tokens=2)
-        assert llm.generate("def ", chosen)[0].usage.output_tokens == 2
+        assert llm.generate([[5]], chosen)[0].usage.output_tokens == 2
         with pytest.raises(ValueError, match="the closest is max_tokens"):
             llm.get_default_sampling_params(max_new_tokens=2)
         (folder / "generation_config.json").write_text('{"top_p": 2}')

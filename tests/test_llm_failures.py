@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import LLM, CacheConfig, SamplingParams
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -15,12 +16,14 @@ PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return LLM(
-        one_layer_model(tmp_path_factory.mktemp("model")),
-        dtype="float32",
-        max_model_len=128,
-        cache=CacheConfig(max_sequences=3, page_size=16),
-        progress=False,
+    return few_programs(
+        LLM(
+            one_layer_model(tmp_path_factory.mktemp("model")),
+            dtype="float32",
+            max_model_len=128,
+            cache=CacheConfig(max_sequences=3, page_size=16),
+            progress=False,
+        )
     )
 
 

@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxkv import LLM, AsyncLLM, CacheConfig, EngineConfig, SamplingParams
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -32,8 +33,10 @@ def llm(directory):
     cache = CacheConfig(max_sequences=3, page_size=16)
     # Two programs instead of one for each number of rows and of tokens, and for each kind of request.
     engine = EngineConfig(pinned_shapes=True, token_budget=64)
-    return LLM(
-        directory, dtype="float32", max_model_len=64, cache=cache, engine=engine, progress=False
+    return few_programs(
+        LLM(
+            directory, dtype="float32", max_model_len=64, cache=cache, engine=engine, progress=False
+        )
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
 from jaxkv.errors import OutOfPages, ProgramRefused
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 PROMPT = "def add(a, b):\n    return"
@@ -19,12 +20,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    return LLM(
-        model,
-        dtype="float32",
-        max_model_len=64,
-        cache=CacheConfig(max_sequences=2, page_size=16),
-        progress=False,
+    return few_programs(
+        LLM(
+            model,
+            dtype="float32",
+            max_model_len=64,
+            cache=CacheConfig(max_sequences=2, page_size=16),
+            progress=False,
+        )
     )
 
 

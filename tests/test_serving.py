@@ -12,6 +12,7 @@ from jaxkv.async_llm import AsyncLLM
 from jaxkv.engine.progress import Progress
 from jaxkv.engine.request import Request, SampleOutput, Timing, Usage
 from jaxkv.engine.request_state import FINISHED, new_request_state
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -20,12 +21,14 @@ PROMPTS = [[place + 2 * at for at in range(40)] for place in (100, 200, 300, 400
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return LLM(
-        one_layer_model(tmp_path_factory.mktemp("model")),
-        dtype="float32",
-        max_model_len=128,
-        cache=CacheConfig(max_sequences=3, page_size=16),
-        progress=False,
+    return few_programs(
+        LLM(
+            one_layer_model(tmp_path_factory.mktemp("model")),
+            dtype="float32",
+            max_model_len=128,
+            cache=CacheConfig(max_sequences=3, page_size=16),
+            progress=False,
+        )
     )
 
 

@@ -38,6 +38,7 @@ from jaxkv.weights.named_arrays import NamedWeights
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels.dispatch import Unsupported
 from tests.devices import needs_devices
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 from tests.weights.adapter_files import save_adapter
 
@@ -72,13 +73,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    with LLM(folder, **SMALL) as llm:
+    with few_programs(LLM(folder, **SMALL)) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def pair(folder):
-    with LLM(folder, tensor_parallel_size=2, **SMALL) as llm:
+    with few_programs(LLM(folder, tensor_parallel_size=2, **SMALL)) as llm:
         yield llm
 
 
@@ -113,7 +114,7 @@ def test_tokens_and_log_probabilities_are_those_of_one_device(single, pair):
 @pytest.mark.slow
 def test_filters_of_many_rows_keep_what_one_device_keeps(folder, single, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "_MOST_JOINED_BYTES", 0)
-    with LLM(folder, tensor_parallel_size=4, **SMALL) as llm:
+    with few_programs(LLM(folder, tensor_parallel_size=4, **SMALL)) as llm:
         for params in (DRAWN, replace(DRAWN, top_p=1.0, top_k=5), replace(DRAWN, min_p=0.1)):
             got = llm.generate([PROMPT, "import"], params)
             assert tokens_of(got) == tokens_of(single.generate([PROMPT, "import"], params))
@@ -122,7 +123,7 @@ def test_filters_of_many_rows_keep_what_one_device_keeps(folder, single, monkeyp
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_more_devices_than_heads_of_keys_share_them(folder, single, devices):
     """The model has 8 heads, of 2 of keys and values."""
-    with LLM(folder, tensor_parallel_size=devices, **SMALL) as llm:
+    with few_programs(LLM(folder, tensor_parallel_size=devices, **SMALL)) as llm:
         assert tokens_of(llm.generate([PROMPT], GREEDY)) == tokens_of(
             single.generate([PROMPT], GREEDY)
         )
@@ -144,7 +145,7 @@ def test_few_pages_make_requests_wait_and_change_no_token(folder, single):
     prompts = [PROMPT + str(number) for number in range(4)]
     longer = SamplingParams(temperature=0.0, max_tokens=40)
     pages = {"cache": CacheConfig(budget_bytes=190_000), "max_model_len": 96}
-    with LLM(folder, tensor_parallel_size=2, **SMALL | pages) as llm:
+    with few_programs(LLM(folder, tensor_parallel_size=2, **SMALL | pages)) as llm:
         got = llm.generate(prompts, longer)
     assert sum(one.usage.preemptions for one in got) > 0
     assert tokens_of(got) == tokens_of(single.generate(prompts, longer))
@@ -210,7 +211,7 @@ def test_programs_update_each_devices_part_in_its_memory(pair):
 # What is declared does not depend on the devices: tests/test_llm.py has it for one.
 @pytest.mark.slow
 def test_a_warmed_up_strict_llm_compiles_nothing(folder, single):
-    with LLM(folder, tensor_parallel_size=2, strict=True, **SMALL) as llm:
+    with few_programs(LLM(folder, tensor_parallel_size=2, strict=True, **SMALL)) as llm:
         llm.warm_up(batch=2, prompt_tokens=40, sampling=GREEDY)
         known = len(list(llm.engine.runner.programs.manifest()))
         got = llm.generate([PROMPT, "x"], GREEDY)
@@ -232,13 +233,13 @@ def test_saved_prefixes_come_back_for_as_many_devices_alone(folder, pair, tmp_pa
     wanted = tokens_of(pair.generate([PROMPT], GREEDY))
     saved = pair.save_prefixes(file)
     assert saved.pages > 0
-    with LLM(folder, tensor_parallel_size=2, **SMALL) as other:
+    with few_programs(LLM(folder, tensor_parallel_size=2, **SMALL)) as other:
         assert other.load_prefixes(file).pages == saved.pages
         [output] = other.generate([PROMPT], GREEDY)
         assert output.usage.cached_tokens >= 16
         assert tokens_of([output]) == wanted
     with (
-        LLM(folder, tensor_parallel_size=4, **SMALL) as other,
+        few_programs(LLM(folder, tensor_parallel_size=4, **SMALL)) as other,
         pytest.raises(BadCheckpoint, match="another model"),
     ):
         other.load_prefixes(file)
@@ -249,7 +250,7 @@ def test_prefixes_on_the_host_come_back_in_parts(folder, single):
     prompts = [f"{number}{number}" + PROMPT for number in range(6)]
     cache = CacheConfig(budget_bytes=190_000, host_bytes=2**22, page_size=16, max_sequences=4)
     options = {name: SMALL[name] for name in ("dtype", "progress")} | {"max_model_len": 96}
-    with LLM(folder, tensor_parallel_size=2, cache=cache, **options) as llm:
+    with few_programs(LLM(folder, tensor_parallel_size=2, cache=cache, **options)) as llm:
         first = [tokens_of(llm.generate([one], GREEDY)) for one in prompts]
         again = [llm.generate([one], GREEDY) for one in prompts]
         host = llm.stats().host
@@ -263,7 +264,7 @@ def test_prefixes_on_the_host_come_back_in_parts(folder, single):
 def test_new_weights_are_divided_by_their_owner(folder, single, pair):
     new = jax.tree.map(lambda leaf: leaf * 1.5, single.params)
     wanted = None
-    with LLM.from_parts(single.model, new, tokenizer=folder, **SMALL) as llm:
+    with few_programs(LLM.from_parts(single.model, new, tokenizer=folder, **SMALL)) as llm:
         wanted = tokens_of(llm.generate([PROMPT], GREEDY))
     before = pair.params
     for whole in (new, jax.tree.map(np.asarray, new)):
@@ -282,7 +283,7 @@ def test_new_weights_under_a_checkpoints_names_are_divided(folder, tmp_path):
     save_adapter(tmp_path / "a", {"model.layers.0.mlp.down_proj": (256, 576)}, seed=1, size=0.3)
     found = []
     for devices in (1, 2):
-        with LLM(folder, tensor_parallel_size=devices, **SMALL) as llm:
+        with few_programs(LLM(folder, tensor_parallel_size=devices, **SMALL)) as llm:
             types = jax.tree.map(lambda leaf: leaf.sharding, llm.params)
             told = []
             for factor in (1.25, 1.5):
@@ -323,7 +324,7 @@ def test_no_device_has_all_new_weights_under_a_checkpoints_names():
 def test_parts_in_memory_are_served_without_a_copy(folder, single):
     model = TensorParallel(single.model, tensor_mesh(2))
     params = model.divided(single.params)
-    with LLM.from_parts(model, params, tokenizer=folder, **SMALL) as llm:
+    with few_programs(LLM.from_parts(model, params, tokenizer=folder, **SMALL)) as llm:
         assert llm.params["embed"] is params["embed"]
         assert llm.eos_ids == single.eos_ids
         wanted = tokens_of(single.generate([PROMPT], GREEDY))
@@ -390,7 +391,7 @@ def test_random_weights_are_those_of_one_device(folder):
     drawn = {}
     for devices in (1, 2):
         options = SMALL | {"load_format": "dummy", "seed": 3, "tensor_parallel_size": devices}
-        with LLM(folder, **options) as llm:
+        with few_programs(LLM(folder, **options)) as llm:
             drawn[devices] = tokens_of(llm.generate([PROMPT], GREEDY))
     assert drawn[1] == drawn[2]
 
@@ -423,7 +424,7 @@ def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization,
     found, sizes = [], []
     for count in (1, devices):
         options = SMALL | {"quantization": quantization, "tensor_parallel_size": count}
-        with LLM(folder, **options) as llm:
+        with few_programs(LLM(folder, **options)) as llm:
             outputs = llm.generate([PROMPT, "import"], CHOSEN)
             found.append([sample for one in outputs for sample in one.outputs])
             forms = llm.stats().weights.items()
@@ -484,7 +485,7 @@ def test_each_row_has_the_tokens_of_its_adapter_on_one_device(folder, tmp_path):
     found = []
     for devices in (1, 2):
         lora = LoraConfig(max_adapters=2, max_rank=4)
-        with LLM(folder, tensor_parallel_size=devices, lora=lora, **SMALL) as llm:
+        with few_programs(LLM(folder, tensor_parallel_size=devices, lora=lora, **SMALL)) as llm:
             for name in "ab":
                 llm.add_lora(name, tmp_path / name)
             outputs = llm.generate([PROMPT] * 3, requests)
@@ -531,8 +532,9 @@ def test_a_vocabulary_that_the_devices_cannot_divide_stays_whole(folder, tmp_pat
     options = SMALL | {"load_format": "dummy", "seed": 1}
     found = {}
     for devices in (1, 2):
-        with LLM(odd, tensor_parallel_size=devices, **options) as llm:
-            found[devices] = tokens_of(llm.generate([[1, 2, 3, 4096]], GREEDY))
+        with few_programs(LLM(odd, tensor_parallel_size=devices, **options)) as llm:
+            # A prompt of one token has no program of its own.
+            found[devices] = tokens_of(llm.generate([[4096]], GREEDY))
             embed = llm.params["embed"]
             assert embed.sharding.is_fully_replicated
     assert found[1] == found[2]

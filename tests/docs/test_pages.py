@@ -89,6 +89,8 @@ ONE_LAYER = (
 LONG = (
     *("docs/how-to/command-line.md", "docs/how-to/speculation.md", "docs/how-to/trainer.md"),
     *("docs/how-to/replicas.md", "docs/how-to/several-gpus.md", "docs/how-to/transformers.md"),
+    # tests/test_llm.py, test_async_llm.py and test_bundled_programs.py have what it calls.
+    "docs/how-to/serve.md",
     # tests/models/test_flax_model.py has the module.
     *("docs/how-to/your-own-model.md", "docs/tutorial.md"),
 )

@@ -23,6 +23,7 @@ from jaxkv.runner.sequence_runner import SequenceRunner
 from jaxkv.sampling.processors import NO_PROCESSORS
 from jaxkv.text.tokenizer import load_tokenizer
 from tests.engine.oracle import generated
+from tests.few_programs import few_programs
 
 VOCAB, LONGEST, ROWS, PAGE = 61, 64, 4, 8
 OTHER_HOLDER = 10**9
@@ -115,9 +116,13 @@ def engine_for(
     processors=NO_PROCESSORS,
     free_pages=None,
     clock=None,
+    all_sizes=False,
     **config,
 ):
-    """Returns an engine; of each group all but `free_pages` pages are taken."""
+    """Returns an engine; of each group all but `free_pages` pages are taken.
+
+    Steps that generate have one size, unless `all_sizes`.
+    """
     sequence_runner = sequence_runner_for(rope=rope, programs=programs, processors=processors)
     if free_pages is not None:
         sequence_runner.allocator.open(OTHER_HOLDER)
@@ -127,6 +132,8 @@ def engine_for(
     options = {"token_budget": 16} | config
     clocks = {} if clock is None else {"clock": clock}
     engine = Engine(sequence_runner, TOKENIZER, EngineConfig(**options), **clocks)
+    if not all_sizes:
+        few_programs(engine)
     keep_junk(engine)
     return engine
 

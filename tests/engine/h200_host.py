@@ -3,7 +3,7 @@
 from tests.engine import h200
 from tests.engine.h200_hybrid import _sequence_runner as hybrid_sequence_runner
 
-LAYERS = 32
+LAYERS = 8
 
 
 def lowerings():

@@ -21,6 +21,7 @@ from tests.engine.engines import (
     request_of,
     sequence_runner_for,
 )
+from tests.few_programs import few_programs
 
 MUCH = 2**22
 
@@ -31,7 +32,7 @@ def engine_for(*, free_pages=8, host_bytes=MUCH, **config):
     sequence_runner.allocator.open(OTHER_HOLDER)
     sequence_runner.allocator.reserve(OTHER_HOLDER, (ROWS * LONGEST // PAGE - free_pages) * PAGE)
     settings = EngineConfig(**{"token_budget": 16} | config)
-    engine = Engine(sequence_runner, TOKENIZER, settings, host_bytes=host_bytes)
+    engine = few_programs(Engine(sequence_runner, TOKENIZER, settings, host_bytes=host_bytes))
     # Two programs serve every test here.
     shapes = engine.shapes
     shapes.decode_rows, shapes.token_buckets, shapes.lengths = (ROWS,), (16,), (LONGEST,)

@@ -16,7 +16,7 @@ from jaxkv.plan import plan_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.sequence_runner import SequenceRunner
-from tests.engine.engines import TOKENIZER, VOCAB, fill_free, keep_junk, request_of
+from tests.engine.engines import OTHER_HOLDER, TOKENIZER, VOCAB, fill_free, keep_junk, request_of
 
 CHUNK, ROWS, STATES = 16, 5, 12
 ISSUE = CheckpointPolicy(end_of_prompt=False, end_of_generation=False)
@@ -66,6 +66,7 @@ def engine_of(
     policy=ISSUE,
     checkpoints=STATES,
     pages=None,
+    free_pages=None,
     full_hits=False,
     host_bytes=0,
     dtype="float32",
@@ -81,7 +82,8 @@ def engine_of(
         tokens: that the prefill program is padded to.
         policy: where checkpoints are left.
         checkpoints: how many may be kept; there are states for `STATES`.
-        pages: how many pages there are, if not enough for all.
+        pages: how many pages there are, if not enough for all; other numbers are other programs.
+        free_pages: how many of them nobody else holds; `None` for all.
         full_hits: checkpoints keep what the next token is chosen from.
         host_bytes: for what is evicted.
         dtype: of the model and of what it remembers.
@@ -101,6 +103,10 @@ def engine_of(
     sequence_runner = SequenceRunner(
         ModelRunner(network, params, layout, counts, programs), max_tokens=longest, max_rows=ROWS
     )
+    if free_pages is not None:
+        allocator, [paged] = sequence_runner.allocator, layout.paged_groups
+        allocator.open(OTHER_HOLDER)
+        allocator.reserve(OTHER_HOLDER, (allocator.num_free(paged.name) - free_pages) * page)
     fill_free(sequence_runner)
     config = EngineConfig(token_budget=budget, checkpoints=policy, **options)
     engine = Engine(sequence_runner, TOKENIZER, config, host_bytes=host_bytes)

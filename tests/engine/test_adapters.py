@@ -14,6 +14,7 @@ from jaxkv import LLM, AsyncLLM, CacheConfig, EngineConfig, LoraConfig, Sampling
 from jaxkv.engine.lora.loaded_adapter import AdapterVersion
 from jaxkv.errors import BadCheckpoint
 from tests.engine.engines import PAGE, VOCAB, model_of
+from tests.few_programs import few_programs
 from tests.structured.open_grammar import with_open_grammar
 from tests.weights.adapter_files import save_adapter
 
@@ -30,7 +31,8 @@ PROMPT = np.random.default_rng(3).integers(0, VOCAB, 3 * PAGE + 2).tolist()
 def made(**options):
     cache = options.pop("cache", CacheConfig(max_sequences=4, page_size=PAGE))
     options = {"lora": LoraConfig(max_adapters=3, max_rank=4)} | options
-    return LLM.from_parts(*model_of("plain"), cache=cache, progress=False, **options)
+    llm = LLM.from_parts(*model_of("plain"), cache=cache, progress=False, **options)
+    return few_programs(llm)
 
 
 def greedy(lora=None, **changes):

@@ -182,7 +182,7 @@ def test_samples_survive_that_their_leader_goes():
     samples = samples_of(range(3, 24), 4, **RICH)
     wanted = alone(samples)
     for steps in range(4):
-        engine = engine_for(token_budget=8)
+        engine = engine_for()
         sequences = engine.add(samples)
         for _ in range(steps):
             engine.step()
@@ -291,7 +291,7 @@ def test_a_warm_engine_compiles_nothing():
     """Random traffic needs only the programs that were declared for it."""
     programs = Programs(strict=True)
     programs._programs |= programs_of("plain")._programs
-    engine = engine_for(programs=programs)
+    engine = engine_for(programs=programs, all_sizes=True)
     sequence_runner = engine.sequence_runner
     for declared in declare_served(engine, request_of([1] * 44, max_tokens=20), 4):
         sequence_runner.runner.program(declared)

@@ -28,8 +28,8 @@ STEPS = (
 GENERATES = ("generate_short", "generate")
 GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
 BESIDE = ("copy", "readmit", "readmit_processed")
-ODD, LATE = "one_page", "read_late"
-BAD = ("swapped", LATE, "scanned")
+ODD, LATE, SWAPPED = "one_page", "read_late", "swapped"
+BAD = (SWAPPED, LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
 HYBRID = ("hybrid_experts_decode_mosaic_gpu",)
 # Steps that show of a model or of an option what one of the others shows too.
@@ -83,7 +83,8 @@ SAMPLED_BY = {
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS)
 SLOW_BATCHES = (
     (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, "generate"),
-    (ODD, LATE, INVARIANT, *VERIFY, *WINDOWS),
+    # What is refused here is refused by tests/programs/test_audit.py too; a scan stays fast.
+    (ODD, LATE, SWAPPED, INVARIANT, *VERIFY, *WINDOWS),
     (*DRAFTS, *KEEPING),
     MORE_HYBRID,
     LATENT,
@@ -314,8 +315,9 @@ def test_what_moves_pages_takes_no_more_memory_than_they_and_one_launch(report):
     assert out["captured"] <= 16 + 2
 
 
-def test_swapped_pools_are_refused_on_an_h200(report):
-    swapped = report("swapped")
+@each(SWAPPED)
+def test_swapped_pools_are_refused_on_an_h200(report, name):
+    swapped = report(name)
     assert swapped["alias_bytes"] == swapped["cache_bytes"]
     assert any("comes back in the place of" in problem for problem in swapped["problems"])
     assert swapped["copies"]

@@ -25,13 +25,19 @@ from tests.engine.hybrid import (
 def small(**options):
     """Pages of 32 tokens, as in the first traces; a prompt of up to 128 tokens is one step."""
     options = {"policy": replace(ISSUE, grid=32)} | options
-    return engine_of(page=32, longest=192, budget=128, tokens=128, **options)
+    return engine_of(**{"page": 32, "longest": 192, "budget": 128, "tokens": 128} | options)
 
 
 def large(**options):
     """Pages of 256 tokens; each step with prompts computes as many tokens as the longest prompt of a test has."""
     options = {"policy": replace(ISSUE, grid=256), "longest": 832, "tokens": 512} | options
     return engine_of(**{"page": 256, "budget": options["tokens"]} | options)
+
+
+# The traces of large pages, and the same ones an eighth as long, in programs that other tests compile.
+sizes = pytest.mark.parametrize(
+    ("made_for", "page"), [(small, 32), pytest.param(large, 256, marks=pytest.mark.slow)]
+)
 
 
 def start(engine, *prompts, **wishes):
@@ -72,27 +78,29 @@ def test_a_checkpoint_is_left_at_the_last_place_on_the_grid():
     assert_same([first, second], 2 * uncached(engine, prompt))
 
 
-def test_prompts_that_end_on_the_grid_go_back_one_place_when_repeated():
-    # 1536 tokens without the index, 1024 with it, as each full hit goes back one page.
-    engine = large()
-    half, rest = texts(3, 256, 256)
+@sizes
+def test_prompts_that_end_on_the_grid_go_back_one_place_when_repeated(made_for, page):
+    # Of large pages 1536 tokens without the index, 1024 with it, as each full hit goes back one page.
+    engine = made_for()
+    half, rest = texts(3, page, page)
     steps, made = watch(engine), []
     for prompt in (half, half, half + rest, half + rest):
         made += run(engine, prompt)
-    assert steps == [256] * 4
+    assert steps == [page] * 4
     assert_same(made, 2 * uncached(engine, half) + 2 * uncached(engine, half + rest))
 
 
-def test_a_prompt_that_is_known_to_its_end_computes_nothing():
-    # With last hidden states kept, 256 tokens are computed and then 0; then 256 more and 0.
-    engine = large(full_hits=True)
-    half, rest = texts(3, 256, 256)
+@sizes
+def test_a_prompt_that_is_known_to_its_end_computes_nothing(made_for, page):
+    # With last hidden states kept, a page is computed and then nothing; then one more and nothing.
+    engine = made_for(full_hits=True)
+    half, rest = texts(3, page, page)
     steps, made = watch(engine), []
     for prompt in (half, half, half + rest, half + rest):
         made += run(engine, prompt)
-    assert steps == [256, 256]
-    assert [one.cached for one in made] == [0, 256, 256, 512]
-    assert engine.prefix.stats.tokens_computed == 512
+    assert steps == [page, page]
+    assert [one.cached for one in made] == [0, page, page, 2 * page]
+    assert engine.prefix.stats.tokens_computed == 2 * page
     assert_same(made, 2 * uncached(engine, half) + 2 * uncached(engine, half + rest))
     assert_idle(engine)
 
@@ -124,24 +132,27 @@ def test_the_reference_trace_computes_2008_tokens():
     assert_same(made, uncached(engine, c, d, e))
 
 
-def test_a_checkpoint_is_left_in_whichever_chunk_it_falls():
-    # 800 tokens, 300 per step.
-    engine = large(budget=300)
-    (prompt,) = texts(5, 800)
+@sizes
+def test_a_checkpoint_is_left_in_whichever_chunk_it_falls(made_for, page):
+    # Of large pages 800 tokens, 300 per step.
+    length, most = 25 * page // 8, 75 * page // 64
+    engine = made_for(budget=most)
+    (prompt,) = texts(5, length)
     steps = watch(engine)
     first = run(engine, prompt)[0]
-    assert places(engine, prompt) == (768,)
-    assert sum(steps) == 800
-    assert max(steps) <= 300
+    assert places(engine, prompt) == (3 * page,)
+    assert sum(steps) == length
+    assert max(steps) <= most
     again = run(engine, prompt)[0]
-    assert again.cached == 3 * 256
+    assert again.cached == 3 * page
     assert_same([first, again], 2 * uncached(engine, prompt))
 
 
-def test_what_was_evicted_is_computed_again():
-    # E, F and E of 300 tokens, with room for one of them; a page that is not full is not kept.
-    engine = large(pages=2)
-    e, f = texts(6, 300, 300)
+@sizes
+def test_what_was_evicted_is_computed_again(made_for, page):
+    # E, F and E of 300 tokens if pages are large, with room for one of them; a page that is not full is not kept.
+    engine = made_for(free_pages=2)
+    e, f = texts(6, *[75 * page // 64] * 2)
     made = [run(engine, prompt)[0] for prompt in (e, f, e)]
     assert [one.cached for one in made] == [0, 0, 0]
     assert engine.prefix.stats.evictions > 0

@@ -400,6 +400,11 @@ def test_samples_of_a_prompt_begin_from_a_checkpoint():
     assert_idle(engine)
 
 
+# Of requests to engines that keep last hidden states, so that one set of programs serves all of them here. Greedy ones
+# are in test_hybrid_prefix.py.
+DRAWN = {"temperature": 1.0, "seed": 7}
+
+
 # Smaller chunks are in the test of random arrivals.
 @pytest.mark.parametrize("budget", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_known_prompts_share_steps_with_all_others(budget):
@@ -407,20 +412,19 @@ def test_known_prompts_share_steps_with_all_others(budget):
     engine = engine_for(budget=budget, full_hits=True)
     known = texts(20, 70, 64, 33)
     cold = texts(21, 40, 90)
-    run(engine, *known)
-    wishes = {"temperature": 1.0, "seed": 7}
-    made = [engine.add([ask(cold[0])])[0]]
+    run(engine, *known, **DRAWN)
+    made = [engine.add([ask(cold[0], **DRAWN)])[0]]
     engine.step()
-    made += [engine.add([ask(prompt, **wishes)])[0] for prompt in known]
+    made += [engine.add([ask(prompt, **DRAWN)])[0] for prompt in known]
     engine.step()
-    made += [engine.add([ask(prompt)])[0] for prompt in (cold[1], *known)]
+    made += [engine.add([ask(prompt, **DRAWN)])[0] for prompt in (cold[1], *known)]
     engine.run(made)
     check(engine)
     assert [one.cached for one in made[1:4]] == [70, 64, 33]
     assert [one.cached for one in made[5:]] == [70, 64, 33]
-    assert_same(made[1:4], uncached(engine, *known, **wishes))
+    assert_same(made[1:4], uncached(engine, *known, **DRAWN))
     others = [made[0], *made[4:]]
-    assert_same(others, uncached(engine, *cold, *known))
+    assert_same(others, uncached(engine, *cold, *known, **DRAWN))
     assert_idle(engine)
 
 
@@ -428,23 +432,23 @@ def test_equal_cold_prompts_are_computed_once():
     # Last hidden states are kept: of ten prompts at once, one computes.
     engine = engine_for(full_hits=True)
     (prompt,) = texts(22, 70)
-    made = run(engine, *[prompt] * 10)
+    made = run(engine, *[prompt] * 10, **DRAWN)
     assert sorted(one.cached for one in made) == [0] + [70] * 9
     assert engine.prefix.stats.tokens_computed == 70
-    assert_same(made, 10 * uncached(engine, prompt))
+    assert_same(made, 10 * uncached(engine, prompt, **DRAWN))
 
 
 def test_a_known_prompt_that_lost_its_cache_is_computed_again():
     engine = engine_for(full_hits=True)
     (prompt,) = texts(23, 70)
-    run(engine, prompt)
-    again = engine.add([ask(prompt, max_tokens=8)])[0]
+    run(engine, prompt, **DRAWN)
+    again = engine.add([ask(prompt, max_tokens=8, **DRAWN)])[0]
     engine.step()
     assert again.cached == 70
     engine.runner.owner.poison("the test says so")
     engine.run([again])
     check(engine)
-    assert_same([again], uncached(engine, prompt, max_tokens=8))
+    assert_same([again], uncached(engine, prompt, max_tokens=8, **DRAWN))
     assert_idle(engine)
 
 

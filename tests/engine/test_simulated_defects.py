@@ -31,6 +31,7 @@ from tests.engine.simulated_engines import KINDS, draw_setting
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, WrongOutput, WrongProgress
 from tests.engine.simulated_requests import GRAMMAR, WISHES
+from tests.fast_cases import fast_cases
 
 GUESSED = {"drafts": 3, "rightness": 0.6, "budget": 40, "prefix": True, "overlap": True}
 FOLLOWED = GUESSED | {"on_device": True, "spare": None}
@@ -436,7 +437,14 @@ def a_row_keeps_its_first_mask(patch):
     wrap(patch, TokenConstraint, "_take", make)
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+# Found after many programs alone; each belongs to a promise of which another defect is found at once.
+LATE = (
+    "stop_ids_are_let_through_where_the_host_thinks",
+    "a_multi_step_program_goes_on_for_a_step_too_long",
+)
+
+
+@pytest.mark.parametrize("name", fast_cases(DEFECTS, *(set(DEFECTS) - set(LATE))))
 def test_every_defect_is_found_by_what_it_states(name, monkeypatch):
     DEFECTS[name].assert_found(monkeypatch, lambda: play(*SETTINGS[name], seeds=40))
 

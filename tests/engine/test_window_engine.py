@@ -24,6 +24,7 @@ from jaxkv.runner.scoring import score_texts
 from jaxkv.runner.sequence_runner import SequenceRunner
 from tests.engine.engines import assert_equal, assert_idle, fill_free, keep_junk, request_of
 from tests.engine.oracle import generated
+from tests.few_programs import few_programs
 from tests.models.driver import Driver
 
 VOCAB, LONGEST, ROWS, PAGE, BUDGET = 61, 64, 4, 4, 16
@@ -81,7 +82,7 @@ def engine_of(model, programs, *, overlap=True, prefix_cache=True, **pages):
         max_rows=ROWS,
     )
     fill_free(sequence_runner)
-    engine = Engine(sequence_runner, None, config)
+    engine = few_programs(Engine(sequence_runner, None, config))
     keep_junk(engine)
     return engine
 

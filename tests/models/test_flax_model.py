@@ -193,7 +193,13 @@ def test_modules_of_one_shape_share_one_program(module, model, monkeypatch):
     assert hash(same) == hash(model)
     tokens = generated(same, same.params_of(other))
     assert merges == []
-    generated(same, same.params_of(other), new=4 * NEW)
+    # Another program is traced anew; it need not be compiled.
+    sampling = SamplingParams(temperature=0.0, max_tokens=4 * NEW)
+    prompt = jnp.asarray(PROMPTS[:1], jnp.int32)
+    jax.eval_shape(
+        lambda params: jaxkv.generate(params, same, prompt, sampling=sampling).tokens,
+        same.params_of(other),
+    )
     assert merges
     assert tokens == greedy_from_scratch(other, PROMPTS, NEW)[0]
 
@@ -251,8 +257,8 @@ def test_variables_that_are_no_floats_are_carried_along():
     model = FlaxModel(module)
     tokens = generated(model, model.params_of(module), new=4)
     assert tokens == greedy_from_scratch(module, PROMPTS, 4)[0]
-    random = generated(model, model.init_params(jax.random.key(1), "float32"), new=2)
-    assert np.shape(random) == (3, 2)
+    random = generated(model, model.init_params(jax.random.key(1), "float32"), new=4)
+    assert np.shape(random) == (3, 4)
 
 
 def test_a_module_in_training_mode_generates_in_evaluation_mode_and_keeps_its_own():

@@ -128,7 +128,10 @@ def test_on_hopper_a_model_that_the_kernels_take_runs_on_them_in_every_layer():
 
 @pytest.mark.usefixtures("hopper")
 def test_on_hopper_many_tokens_ask_experts_through_their_kernel(monkeypatch):
-    """Two products in each layer; two tokens, which ask for little here, are answered the plain way."""
+    """Rows are sorted and multiplied twice in each layer, with a list of visits each time, which XLA makes once.
+
+    Two tokens, which ask for little here, are answered the plain way.
+    """
     dense = decoder(128)
     mixture = MixtureConfig(experts=8, top_k=2, size=64, gated=True)
     pattern = (("attention", "mixture"),) * LAYERS
@@ -139,7 +142,7 @@ def test_on_hopper_many_tokens_ask_experts_through_their_kernel(monkeypatch):
     few, many = kernels_of(model.running("mosaic_gpu"))
     assert dispatch.fallbacks() == before
     monkeypatch.setattr(feed_forwards, "grouped_for", lambda *_, **__: None)
-    assert kernels_of(model.running("mosaic_gpu")) == (few, many - 2 * LAYERS)
+    assert kernels_of(model.running("mosaic_gpu")) == (few, many - 5 * LAYERS)
 
 
 @pytest.mark.usefixtures("hopper")

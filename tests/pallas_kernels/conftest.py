@@ -9,9 +9,18 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from pallas_kernels.mosaic import jax_versions, launch
+from tests.pallas_kernels import contract
 
 # Part of the keys of JAX's caches of traces, so that no trace of the other forms is used.
 _OTHER_FORMS = jax.make_user_context(False)
+
+
+@pytest.fixture(autouse=True)
+def programs_of_a_test(request):
+    """Lets a test compile each program once, unless it changes functions, which programs may have been traced with."""
+    contract.PROGRAMS = None if "monkeypatch" in request.fixturenames else {}
+    yield
+    contract.PROGRAMS = None
 
 
 @pytest.fixture

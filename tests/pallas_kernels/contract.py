@@ -82,13 +82,28 @@ def device(inputs):
     return {name: jax.tree.map(put, value) for name, value in inputs.items()}
 
 
+PROGRAMS: dict | None = None
+"""The programs of the test that runs; `None` if it compiles each call anew. A fixture of conftest.py sets it."""
+
+
+def program_of(function):
+    """Returns a `partial` that is compiled at its first call; within a test, equal ones are one program."""
+    key = function.func, function.args, tuple(sorted(function.keywords.items()))
+    try:
+        return (
+            jax.jit(function) if PROGRAMS is None else PROGRAMS.setdefault(key, jax.jit(function))
+        )
+    except TypeError:  # an option has no hash
+        return jax.jit(function)
+
+
 def compiled(op, inputs):
     """Runs an op as production does: arrays are traced, options are not."""
     # An array that is on the device already would be a constant of the program, which takes minutes if it is large.
     traced = np.ndarray | jax.Array | FewBits
     arrays = {name: value for name, value in inputs.items() if isinstance(value, traced)}
     options = {name: value for name, value in inputs.items() if name not in arrays}
-    return jax.jit(partial(op, **options))(**arrays)
+    return program_of(partial(op, **options))(**arrays)
 
 
 def call(op, refusal, inputs, implementation):

@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import LLM, AsyncLLM, SamplingParams
 from jaxkv.errors import BadCheckpoint, ReplicaLost
 from jaxkv.replicas.front import ReplicatedLLM
+from tests.one_layer import one_layer_model
 
 SMALL = {
     "dtype": "float32",
@@ -24,21 +25,29 @@ SMALL = {
     "progress": False,
 }
 PROMPTS = ["def add(", "import os\n", "class Node:\n    ", "for i in range(", "x = [", "return "]
+# Greedy requests, and draws with log-probabilities: each replica compiles for every other combination of features.
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 LONG = "def area(width, height):\n    return width * height\n" * 3
 
 
 @pytest.fixture(scope="module")
-def two():
+def folder(tmp_path_factory):
+    """A model of one layer: each replica compiles for itself."""
+    return one_layer_model(tmp_path_factory.mktemp("model") / "one-layer")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
     """Two replicas."""
-    with LLM(data_parallel_size=2, **SMALL) as llm:
+    with LLM(folder, data_parallel_size=2, **SMALL) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def one():
+def one(folder):
     """An `LLM` without replicas."""
-    with LLM(**SMALL) as llm:
+    with LLM(folder, **SMALL) as llm:
         yield llm
 
 
@@ -85,7 +94,7 @@ def test_the_seed_of_the_llm_gives_the_same_draws_whichever_replica_makes_them(o
 
 def test_samples_of_a_prompt_stay_together(two):
     before = steps(two)
-    [output] = two.generate("def ", n=3, temperature=1.0, max_tokens=5, seed=9)
+    [output] = two.generate("def ", n=3, temperature=1.0, logprobs=2, max_tokens=5, seed=9)
     assert len(output.outputs) == 3
     assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
     assert sum(later > earlier for later, earlier in zip(steps(two), before, strict=True)) == 1
@@ -103,7 +112,7 @@ def test_a_stream_has_the_text_of_the_whole_output_and_ends_when_it_is_closed(tw
     pieces = list(two.stream(LONG, GREEDY))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert pieces[-1].usage.output_tokens == 8
-    endless = two.stream("def ", max_tokens=100, ignore_eos=True)
+    endless = two.stream("def ", ENDLESS)
     next(endless)
     endless.close()
     latest = time.monotonic() + 20
@@ -164,8 +173,8 @@ def test_statistics_are_added_up(two):
     assert both.device == each[0].device
 
 
-def test_new_weights_reach_both_and_drop_what_was_cached(two):
-    params, _ = jaxkv.load_model(dtype="float32")
+def test_new_weights_reach_both_and_drop_what_was_cached(folder, two):
+    params, _ = jaxkv.load_model(folder, dtype="float32")
     two.generate(LONG, GREEDY)
     version = two.update_weights(params)
     assert two.weight_version == version
@@ -215,12 +224,10 @@ def test_asyncio_callers_share_the_replicas_and_may_leave(one, two):
         async with AsyncLLM(two) as served:
             outputs = await asyncio.gather(*(served.generate(text, GREEDY) for text in PROMPTS))
             assert tokens(outputs) == tokens(one.generate(PROMPTS, GREEDY))
-            async with contextlib.aclosing(
-                served.stream("def ", max_tokens=100, ignore_eos=True)
-            ) as pieces:
+            async with contextlib.aclosing(served.stream("def ", ENDLESS)) as pieces:
                 async for _ in pieces:
                     break
-            leaving = asyncio.create_task(served.generate("def ", max_tokens=100, ignore_eos=True))
+            leaving = asyncio.create_task(served.generate("def ", ENDLESS))
             await asyncio.sleep(0.05)
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -232,7 +239,7 @@ def test_asyncio_callers_share_the_replicas_and_may_leave(one, two):
             assert len(await served.score(PROMPTS)) == len(PROMPTS)
             await served.sleep()
             await served.wake_up()
-            late = asyncio.create_task(served.generate("def ", max_tokens=100, ignore_eos=True))
+            late = asyncio.create_task(served.generate("def ", ENDLESS))
             await asyncio.sleep(0.05)
         with pytest.raises(RuntimeError, match="was closed"):
             await late
@@ -245,7 +252,7 @@ def test_asyncio_callers_share_the_replicas_and_may_leave(one, two):
 
 def test_a_loop_that_is_closed_below_a_stream_keeps_no_other_caller_waiting(two):
     served, loop = AsyncLLM(two), asyncio.new_event_loop()
-    streams = [served.stream(text, max_tokens=100, ignore_eos=True) for text in ("a", "b")]
+    streams = [served.stream(text, ENDLESS) for text in ("a", "b")]
     for stream in streams:
         loop.run_until_complete(anext(stream))
     loop.close()
@@ -266,7 +273,7 @@ def test_a_caller_that_leaves_while_its_request_is_sent_aborts_it(two, monkeypat
 
     async def work():
         async with AsyncLLM(two) as served:
-            leaving = asyncio.create_task(served.generate("def ", max_tokens=100, ignore_eos=True))
+            leaving = asyncio.create_task(served.generate("def ", ENDLESS))
             await asyncio.sleep(0.1)
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -319,15 +326,15 @@ def test_a_replica_that_refuses_the_model_ends_all_of_them():
 
 
 @pytest.mark.slow
-def test_requests_of_a_killed_replica_run_again_and_the_others_go_on(one, caplog):
-    with LLM(data_parallel_size=2, **SMALL) as llm:
+def test_requests_of_a_killed_replica_run_again_and_the_others_go_on(folder, one, caplog):
+    with LLM(folder, data_parallel_size=2, **SMALL) as llm:
         pids = [replica.pid for replica in llm.group.replicas]
-        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-        wanted = one.generate(PROMPTS * 4, params)
+        params = ENDLESS
+        wanted = one.generate(PROMPTS * 8, params)
         stream = llm.stream("a", params)
         next(stream)
         threading.Timer(0.5, lambda: os.kill(pids[0], signal.SIGKILL)).start()
-        assert tokens(llm.generate(PROMPTS * 4, params)) == tokens(wanted)
+        assert tokens(llm.generate(PROMPTS * 8, params)) == tokens(wanted)
         assert gone(pids[:1])
         assert f"replica 0 of 2 (process {pids[0]}) has ended by signal 9" in caplog.text
         with pytest.raises(ReplicaLost, match="replica 0 of 2"):
@@ -342,9 +349,9 @@ def test_requests_of_a_killed_replica_run_again_and_the_others_go_on(one, caplog
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_lost_while_it_checks_a_call_costs_the_call_nothing(one):
+def test_a_replica_that_is_lost_while_it_checks_a_call_costs_the_call_nothing(folder, one):
     """It has not even been noticed yet that it has ended."""
-    with LLM(data_parallel_size=2, **SMALL) as llm:
+    with LLM(folder, data_parallel_size=2, **SMALL) as llm:
         os.kill(llm.group.replicas[0].pid, signal.SIGKILL)
         assert tokens(llm.generate(PROMPTS, GREEDY)) == tokens(one.generate(PROMPTS, GREEDY))
 
@@ -365,10 +372,10 @@ def test_an_interrupt_aborts_what_was_begun(two):
 
 
 @pytest.mark.slow
-def test_each_replica_may_divide_the_model_among_devices(one):
-    with LLM(data_parallel_size=2, tensor_parallel_size=2, **SMALL) as llm:
+def test_each_replica_may_divide_the_model_among_devices(folder, one):
+    with LLM(folder, data_parallel_size=2, tensor_parallel_size=2, **SMALL) as llm:
         assert tokens(llm.generate(PROMPTS, GREEDY)) == tokens(one.generate(PROMPTS, GREEDY))
-        params, _ = jaxkv.load_model(dtype="float32")
+        params, _ = jaxkv.load_model(folder, dtype="float32")
         llm.update_weights(params)
         assert tokens(llm.generate(PROMPTS, GREEDY)) == tokens(one.generate(PROMPTS, GREEDY))
 

@@ -47,7 +47,13 @@ def three_rows(params, lens):
 @pytest.mark.parametrize(
     ("lens", "params"),
     [
-        pytest.param((1, 1, 1), SamplingParams(temperature=0.0), id="decode-greedy"),
+        # The programs of a decode step are in the test of the fixed order below.
+        pytest.param(
+            (1, 1, 1),
+            SamplingParams(temperature=0.0),
+            id="decode-greedy",
+            marks=pytest.mark.slow,
+        ),
         pytest.param((1, 1, 1), DRAWN, id="decode-drawn", marks=pytest.mark.slow),
         pytest.param(
             (3, 1, 9),

@@ -112,7 +112,8 @@ def test_a_head_keeps_no_weights_of_the_model_that_it_no_longer_needs(knowing, m
     """Neither the old ones after an update, though nothing is drafted since, nor any after `close`."""
     folder, _, speculation = knowing[method]
     llm = llm_of(folder, speculation, budget_bytes=FEW_BYTES[method])
-    llm.generate(PROMPTS[2:], GREEDY)
+    # As many prompts as in the test above, whose programs are found on disk.
+    llm.generate(PROMPTS, GREEDY)
     for change in (lambda: llm.update_weights(jax.tree.map(jnp.copy, llm.params)), llm.close):
         old = [weakref.ref(leaf) for leaf in jax.tree.leaves(llm.params)]
         change()

@@ -15,6 +15,7 @@ from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.speculation.draft_model import DraftModel
 from jaxkv.errors import CachePoisoned, OutOfMemory
 from tests.engine.engines import engine_for
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 PROMPTS = [
@@ -131,7 +132,7 @@ def test_drafts_survive_preemptions_sleep_and_a_lost_cache(small):
 
 @pytest.fixture(scope="module")
 def started(small):
-    with drafting(small) as llm:
+    with few_programs(drafting(small), tokens=32) as llm:
         yield llm
 
 

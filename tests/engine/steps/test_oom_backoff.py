@@ -30,7 +30,7 @@ REQUESTS = [request_of([7, at, 3 * at % 61, 9], max_tokens=5) for at in range(5)
 @pytest.fixture(scope="module")
 def wanted():
     """The answers of a run that has memory, which other tests compare with the oracle."""
-    engine = engine_for(prefix_cache=False)
+    engine = engine_for(prefix_cache=False, all_sizes=True)
     sequences = start(engine)
     engine.run(sequences)
     return [Finished(tuple(one.token_ids), one.reason, None) for one in sequences]
@@ -77,7 +77,7 @@ def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
     most, loses, wanted, monkeypatch, caplog
 ):
     """The batch gets smaller and the user sees latency only; each shape fails twice at most."""
-    engine = engine_for(most_rebuilds=100)
+    engine = engine_for(most_rebuilds=100, all_sizes=True)
     memory = Memory(
         engine,
         monkeypatch,
@@ -98,7 +98,7 @@ def test_steps_shrink_until_they_fit_and_what_never_fits_is_not_tried_again(
 
 def test_a_lone_row_is_tried_twice_and_then_fails_with_the_numbers(wanted, monkeypatch):
     """No other request could free memory for it. The next request finds the memory that is back."""
-    engine = engine_for()
+    engine = engine_for(all_sizes=True)
     with monkeypatch.context() as patched:
         memory = Memory(engine, patched, lambda shape: True)
         [lone] = start(engine, [request_of([5])])
@@ -116,7 +116,7 @@ def test_a_lone_row_is_tried_twice_and_then_fails_with_the_numbers(wanted, monke
 
 def test_memory_that_is_short_for_a_moment_costs_no_request(wanted, monkeypatch, caplog):
     """What failed once is tried again when a smaller step has run, and stays in use if it runs then."""
-    engine = engine_for()
+    engine = engine_for(all_sizes=True)
     calls = count()
     memory = Memory(engine, monkeypatch, lambda shape: next(calls) in (1, 7))
     sequences = start(engine)
@@ -131,7 +131,7 @@ def test_a_shape_that_cannot_be_compiled_is_asked_for_once(wanted, monkeypatch):
     """The cache lives, smaller steps run, and no request fails."""
     programs = Programs()
     programs._programs |= programs_of("plain")._programs
-    engine = engine_for(programs=programs)
+    engine = engine_for(programs=programs, all_sizes=True)
     asked = []
     get = programs.get
 
@@ -154,7 +154,7 @@ def test_whose_program_cannot_be_had_in_any_size_fails_alone(wanted, monkeypatch
     """Only the request that needs the program fails."""
     programs = Programs()
     programs._programs |= programs_of("plain")._programs
-    engine = engine_for(programs=programs)
+    engine = engine_for(programs=programs, all_sizes=True)
     get = programs.get
 
     def refuse_draws(key, build):
@@ -178,7 +178,7 @@ def test_what_a_request_needs_first_is_tried_twice_if_memory_is_short(
     what, times, wanted, monkeypatch
 ):
     """A clean entry for its penalties, or the copy of a page it shares: only its owner waits, or fails."""
-    engine = engine_for()
+    engine = engine_for(all_sizes=True)
     run, calls = getattr(engine.sequence_runner, what), count()
 
     def fail(*given):
@@ -212,9 +212,9 @@ def test_what_a_request_needs_first_is_tried_twice_if_memory_is_short(
 def test_a_copy_that_fails_is_charged_to_its_owner(monkeypatch):
     """Samples of one prompt each copy its last page, and the one whose copy is refused fails alone."""
     samples = [request_of(range(3, 24), seed=at) for at in range(4)]
-    calm = engine_for()
+    calm = engine_for(all_sizes=True)
     calm.run(truth := calm.add(samples))
-    engine = engine_for()
+    engine = engine_for(all_sizes=True)
     run, victims = engine.sequence_runner.copy, []
 
     def refuse_one(copies):

@@ -18,6 +18,7 @@ from jaxkv.models.draft_heads.mtp import read_mtp
 from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.models.tensor_parallel import TensorParallel, tensor_mesh
 from jaxkv.weights.quantised.weight_forms import is_few_bits
+from tests.fast_cases import fast_cases
 from tests.models.draft_heads import eagle3_files
 from tests.models.driver import Driver
 
@@ -36,7 +37,11 @@ EAGLE = {
 }
 
 
-@pytest.fixture(scope="module", params=[*EAGLE, *mtp_cases.CASES])
+@pytest.fixture(
+    scope="module",
+    # A head of another width has ids of its own too.
+    params=fast_cases([*EAGLE, *mtp_cases.CASES], "eagle3", "eagle3-other-width", *mtp_cases.CASES),
+)
 def head(request, tmp_path_factory):
     """The definition of a head, and ours with its parameters, read from files."""
     folder = tmp_path_factory.mktemp("heads") / request.param

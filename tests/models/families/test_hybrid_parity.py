@@ -29,7 +29,8 @@ TOGETHER = 1e-5
 THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next", "lfm2", "jamba")
 THOROUGH += ("zamba2",)
 SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal", "zamba2-biases")
-SLOW += ("granite-dense-rope",)
+# The blocks of Bamba are those of Granite, with turned keys, which Falcon-H1 has.
+SLOW += ("granite-dense-rope", "bamba")
 # The blocks of these are those of another family.
 BRIEF = ("mamba", "qwen3.5", "qwen3.5-moe", "lfm2-moe")
 # One family of each kind of recurrent layer is taken through everything in the fast tests.

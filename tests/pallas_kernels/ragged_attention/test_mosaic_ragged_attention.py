@@ -116,6 +116,8 @@ def test_interpreted_a_window_wider_than_any_row_hides_nothing(monkeypatch, race
     assert not races()
 
 
+# h200/test_kernels.py compiles the kernel for an H200.
+@pytest.mark.slow
 def test_it_lowers_for_cuda_without_a_gpu():
     """Layouts are inferred and shared memory is counted here, so neither can fail on a GPU first."""
     if jax.__version_info__[:2] > NEWEST_JAX:

@@ -14,13 +14,17 @@ from pallas_kernels.formats.eight_bit import LARGEST
 from pallas_kernels.rotary_write import mosaic_gpu, reference
 from pallas_kernels.rotary_write.arguments import RotaryArrays
 from pallas_kernels.rotary_write.cases import CASES
+from tests.fast_cases import fast_cases
 from tests.pallas_kernels.contract import bits, by_name, cases, device, grouped, implementations
 from tests.tolerances import assert_output
 
 SMALL = [case for case in CASES if case.ci]
 BY_NAME = {case.name: case for case in CASES}
 every_implementation = implementations("xla", "mosaic_gpu")
-every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+# XLA computes float16 as it does bfloat16.
+every_dtype = pytest.mark.parametrize(
+    "dtype", fast_cases(["float32", "bfloat16", "float16"], "float32", "bfloat16")
+)
 
 
 def run(inputs, implementation):
