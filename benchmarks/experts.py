@@ -99,7 +99,9 @@ def measure(name: str, tokens: int, effort: Effort) -> dict[str, Any]:
     for column, grouped in (("us", "mosaic_gpu"), ("us_plain", None)):
 
         def call(params: Params, x: jax.Array, grouped: str | None = grouped) -> tuple[Params, Any]:
-            return params, run(params, x, grouped=grouped)
+            # As in models: the router is the same, whichever way its experts run.
+            routing = route(params, x, mixture=mixture)
+            return params, run(params, x, routing=routing, grouped=grouped)
 
         row |= {column: None, f"spread_{column}": None}
         try:

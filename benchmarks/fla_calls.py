@@ -28,7 +28,7 @@ def load(op: str) -> Callable[..., Any]:
         raise NoPeer("is timed for the gated delta rule alone")
     try:
         return getattr(import_module("fla.ops.gated_delta_rule"), FUNCTIONS[op])
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise NoPeer(f"cannot be imported: {error}") from error
 
 

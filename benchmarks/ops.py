@@ -1,4 +1,4 @@
-"""Times an op over its cases, next to cuDNN and torch (`peers.py`) on the same work.
+"""Times an op over its cases, next to its peers (`peers.py`) on the same work.
 
     python -m benchmarks.ops paged_attention ragged_attention page_write rotary_write
     python -m benchmarks.ops ragged_attention --case llama-1x8192 --implementation xla

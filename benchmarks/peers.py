@@ -74,7 +74,12 @@ def time_torch(bench: BenchInputs, effort: Effort) -> Timing:
 
 def time_fla(bench: BenchInputs, effort: Effort) -> Timing:
     """Times the gated delta rule of flash-linear-attention (see `fla_calls.py`); on a GPU in a CUDA graph."""
-    return _time_calls(bench, fla_calls.delta(bench, fla_calls.load(bench.op)), effort)
+    calls, answer = fla_calls.delta(bench, fla_calls.load(bench.op))
+    try:
+        calls[-1]()
+    except (AssertionError, TypeError, ValueError) as error:
+        raise NoPeer(_first_line(error)) from error
+    return _time_calls(bench, (calls, answer), effort)
 
 
 def _time_calls(bench: BenchInputs, made: torch_calls.Calls, effort: Effort) -> Timing:

@@ -61,13 +61,13 @@ def mixture_of_experts(
         x: normalised hidden states.
         mixture: sizes and routing of the experts.
         activation: a name in `ACTIVATIONS`.
-        routing: the chosen experts and their weights; those of `route` if not given.
+        routing: the chosen experts, different ones for each token, and their weights; those of `route` if not given.
         grouped: implementation of `grouped_matmul` that the experts run on; `None` for plain XLA.
 
     Raises:
         Unsupported: `grouped` cannot run on this device or with these sizes; the message gives the reason.
     """
-    sorts = grouped if grouped == "xla" else None
+    sorts = None if grouped == _KERNEL else "xla"
     if routing is None:
         routing = route(params, x, mixture=mixture, implementation=sorts)
     chosen, weights = routing

@@ -52,12 +52,14 @@ def group_rows(
         # For these sizes XLA is preferred, so its choice must not count as a fallback.
         reasons = dict(reversed(reasons.items()))
     chosen_one = choose("group_rows", reasons, implementation)
-    function = mosaic_gpu.group_rows if chosen_one == "mosaic_gpu" else xla.group_rows
-    return function(rows, ids, groups=groups)
+    is_ours = chosen_one == "mosaic_gpu" and chosen.size > 0
+    return (mosaic_gpu if is_ours else xla).group_rows(rows, ids, groups=groups)
 
 
 def _check_groups(chosen: Array | np.ndarray, groups: int) -> None:
-    """Raises `ValueError` if a token chooses a group that is not there, or one twice; not under a trace."""
+    """Raises `ValueError` if a token chooses too many groups, one that is not there, or one twice."""
+    if chosen.shape[1] > groups:
+        raise ValueError(f"a token cannot choose {chosen.shape[1]} of {groups} groups")
     if isinstance(chosen, Tracer) or not chosen.size:
         return
     ids = np.sort(np.asarray(chosen), axis=1)

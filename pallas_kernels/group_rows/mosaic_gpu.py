@@ -4,6 +4,7 @@ A group's tokens are bits of a few words in shared memory, which all pairs of a 
 number of set bits is the group's size, and the number of those of earlier tokens a pair's place in its group.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 from typing import Any
@@ -39,9 +40,9 @@ def why_not(x: ArrayOrStruct, chosen: ArrayOrStruct, groups: int) -> str | None:
 def refusal(x: ArrayOrStruct, chosen: ArrayOrStruct, groups: int) -> str | None:
     """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
     (tokens, width), rows = x.shape, chosen.shape[0] * chosen.shape[1]
-    if not rows or tokens > MOST_TOKENS or rows > MOST_ROWS or groups > MOST_GROUPS:
+    if tokens > MOST_TOKENS or rows > MOST_ROWS or groups > MOST_GROUPS:
         limits = f"{MOST_TOKENS} tokens, {MOST_ROWS} rows and {MOST_GROUPS} groups"
-        return f"there must be rows, and at most {limits}; got {tokens}, {rows} and {groups}"
+        return f"there must be at most {limits}; got {tokens}, {rows} and {groups}"
     if x.dtype.itemsize not in (2, 4) or not width or width * x.dtype.itemsize % LOAD_BYTES:
         return f"x must have 16 or 32 bits, and rows of a multiple of {LOAD_BYTES} bytes, got {x.dtype} [{width}]"
     return None
@@ -74,33 +75,15 @@ def group_rows(
     blocks = min(rows, blocks)
     words = ceil(tokens / _BITS)
     code = partial(_find_places, pairs=rows, count=count, groups=groups, words=words)
-    pieces = flat_pieces(width, x.dtype.itemsize)
-
-    def body(
-        x: Ref, chosen: Ref, out: Ref, row_groups: Ref, places: Ref, sizes: Ref, *scratch: Ref
-    ) -> None:
-        block, row_tokens = lax.axis_index("block"), scratch[2]
-        run_threads(code, (chosen, row_groups, places, sizes, *scratch), block, interpret=interpret)
-
-        def copy(turn: Array, carry: None) -> None:
-            row = block + turn * blocks
-            token = row_tokens[row]
-            for piece in pieces:
-                span = pl.ds(piece.start, piece.size)
-                assign(out, (row, span), load(x.at[token, span], piece.layout))
-            return carry
-
-        turns = lax.div(rows - block + (blocks - 1), jnp.int32(blocks))
-        lax.fori_loop(jnp.int32(0), turns, copy, None)
-
     found, row_groups, places, sizes = mosaic_kernel(
-        body,
+        partial(_run_block, code, blocks, interpret),
         out_type=[
             jax.ShapeDtypeStruct((rows, width), x.dtype),
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (rows, rows, groups)),
         ],
         scratch_types=[
-            plgpu.SMEM((_whole(size),), jnp.int32) for size in (groups * words, groups, rows, WARPS)
+            *(plgpu.SMEM((_whole(size),), jnp.int32) for size in (groups * words, groups, rows)),
+            plgpu.SMEM((WARPS,), jnp.int32),
         ],
         grid=(blocks,),
         grid_names=("block",),
@@ -113,8 +96,36 @@ def group_rows(
     return found, row_groups, places.reshape(tokens, count), sizes
 
 
+def _run_block(
+    code: Callable[..., None],
+    blocks: int,
+    interpret: bool,
+    x: Ref,
+    chosen: Ref,
+    out: Ref,
+    row_groups: Ref,
+    places: Ref,
+    sizes: Ref,
+    *scratch: Ref,
+) -> None:
+    """Finds all places, then copies the rows block, block + blocks, ..."""
+    (rows, width), block, row_tokens = out.shape, lax.axis_index("block"), scratch[2]
+    run_threads(code, (chosen, row_groups, places, sizes, *scratch), block, interpret=interpret)
+
+    def copy(turn: Array, carry: None) -> None:
+        row = block + turn * blocks
+        token = row_tokens[row]
+        for piece in flat_pieces(width, jnp.dtype(x.dtype).itemsize):
+            span = pl.ds(piece.start, piece.size)
+            assign(out, (row, span), load(x.at[token, span], piece.layout))
+        return carry
+
+    turns = lax.div(rows - block + (blocks - 1), jnp.int32(blocks))
+    lax.fori_loop(jnp.int32(0), turns, copy, None)
+
+
 def _whole(size: int) -> int:
-    """Returns the size of an array in shared memory of which each thread has equally many elements."""
+    """Returns the next multiple of the number of threads, for an array that all threads store to in step."""
     return ceil(size / THREADS) * THREADS
 
 
@@ -156,6 +167,9 @@ def _find_places(
     writes = block == 0
     for part in range(ceil(groups * words / THREADS)):
         threads.store(members, threads.number + part * THREADS, 0)
+    # Rows that no pair has, as when a token chooses a group twice, are those of the first token.
+    for part in range(ceil(pairs / THREADS)):
+        threads.store(row_tokens, threads.number + part * THREADS, 0)
     threads.sync()
     own = []
     for part in range(ceil(pairs / THREADS)):
@@ -163,8 +177,8 @@ def _find_places(
         is_pair = pair < pairs
         token = pair // count
         group = threads.load(chosen, threads.least(pair, pairs - 1))
-        # A group that is not there would be written past the end.
-        group = threads.least(group, groups - 1)
+        # A group that is not there would be written out of bounds.
+        group = threads.most(threads.least(group, groups - 1), 0)
         bit = threads.select(is_pair, 1 << (token % _BITS), 0)
         threads.set_bits(members, group * words + threads.least(token // _BITS, words - 1), bit)
         own.append((pair, is_pair, token, group))

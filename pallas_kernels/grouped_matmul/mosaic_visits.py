@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
-from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_threads
+from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_block
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
@@ -46,11 +46,8 @@ def table(
         last_start=schedule.padded_rows(geometry) - schedule.window,
     )
 
-    def body(*refs: Ref) -> None:
-        run_threads(code, refs, interpret=interpret)
-
     found = mosaic_kernel(
-        body,
+        partial(run_block, code, takes_block=False, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((_FACTS * visits,), jnp.int32),
         scratch_types=[plgpu.SMEM((WARPS,), jnp.int32)],
         grid=(1,),
@@ -144,7 +141,9 @@ def _store_visit(
         where: whether the group has such a visit.
     """
     group, start, end, first, visit = of_group
-    begin = first + turn * window
+    begin, column = first + turn * window, visit + turn
+    # Sizes that add up to more than the rows have more visits than the table.
+    where = where & (column < visits)
     values = {
         GROUP: group,
         FIRST: threads.least(begin, last_start),
@@ -152,4 +151,4 @@ def _store_visit(
         HIGH: threads.least(begin + window, end),
     }
     for fact, value in values.items():
-        threads.store(facts, visit + turn + fact * visits, value, where=where)
+        threads.store(facts, column + fact * visits, value, where=where)

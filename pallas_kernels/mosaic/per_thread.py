@@ -2,8 +2,9 @@
 
 The code is a function of a `Threads`, of references with one axis, and of words. A *word* is 32 bits of each thread of
 a warpgroup: a `Word` where the code is emitted, an int32 array [128] where it is interpreted. Both have Python's
-operators, in two's complement; `//` and `%` take words that are not negative. No operator changes a word, but `+=` may
-change an array, so the code says `x = x + y`. Between two calls of `sync` no thread may read what another one writes.
+operators, in two's complement; `//` and `%` take words that are not negative. Tests run the code in NumPy, where `+=`
+would change an array that other names have too, so the code says `x = x + y`. Between two calls of `sync` no thread may
+read what another one writes.
 """
 
 from abc import ABC, abstractmethod
@@ -33,6 +34,19 @@ _ADD_LOWER = """{{
     mov.b32 $0, $1;
     @is_there add.s32 $0, $0, other;
 }}"""
+
+
+def run_block(code: Callable[..., None], *refs: Ref, takes_block: bool, interpret: bool) -> None:
+    """Runs `code(threads, *refs)` as the body of a kernel whose blocks are those of its axis "block".
+
+    Args:
+        code: as of `run_threads`.
+        refs: likewise.
+        takes_block: whether the code takes the block's number too.
+        interpret: likewise.
+    """
+    scalars = (lax.axis_index("block"),) if takes_block else ()
+    run_threads(code, refs, *scalars, interpret=interpret)
 
 
 def run_threads(

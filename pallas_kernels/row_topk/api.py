@@ -1,7 +1,5 @@
 """Public entry point of `row_topk`: the largest numbers of each row and their columns."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
@@ -19,8 +17,8 @@ def row_topk(
 ) -> tuple[Float32[Array, "rows count"], Int32[Array, "rows count"]]:
     """Returns the largest numbers of each row, largest first, and their columns, as `jax.lax.top_k` does.
 
-    Of equal numbers the one with the lower column comes first. The columns of a row differ whatever its numbers are,
-    NaN included.
+    Of equal numbers the one with the lower column comes first, and -0.0 is below 0.0. The columns of a row differ
+    whatever its numbers are; where NaN comes is not defined.
 
     Args:
         scores: float32, such as a router's scores of experts.
@@ -48,4 +46,4 @@ def row_topk(
         reasons = dict(reversed(reasons.items()))
     chosen = choose("row_topk", reasons, implementation)
     function = mosaic_gpu.row_topk if chosen == "mosaic_gpu" and scores.shape[0] else xla.row_topk
-    return partial(function, count=count)(numbers)
+    return function(numbers, count=count)

@@ -6,19 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
-from pallas_kernels.mosaic.per_thread import LANES, Threads, run_threads
+from pallas_kernels.mosaic.per_thread import LANES, Threads, run_block
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
 MOST_COLUMNS, MOST_COUNT = 1024, 32
 """A row's numbers are in the registers of one warp, and a lane keeps one of those that were taken."""
+
+_MOST_NUMBERS = 2**31 - 1
+"""Their places are int32."""
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000
@@ -39,6 +41,8 @@ def refusal(scores: ArrayOrStruct, count: int) -> str | None:
         return f"a row must have at most {MOST_COLUMNS} numbers, got {scores.shape[1]}"
     if count > MOST_COUNT:
         return f"at most {MOST_COUNT} numbers of a row can be taken, got {count}"
+    if scores.shape[0] > _MOST_NUMBERS // scores.shape[1]:
+        return f"there must be at most {_MOST_NUMBERS} numbers, got {scores.shape}"
     return None
 
 
@@ -54,12 +58,8 @@ def row_topk(
     check_kernel(refusal(scores, count))
     rows, columns = scores.shape
     code = partial(_take_largest, rows=rows, columns=columns, count=count)
-
-    def body(*refs: Ref) -> None:
-        run_threads(code, refs, lax.axis_index("block"), interpret=interpret)
-
     values, positions = mosaic_kernel(
-        body,
+        partial(run_block, code, takes_block=True, interpret=interpret),
         out_type=[
             jax.ShapeDtypeStruct((rows * count,), dtype) for dtype in (jnp.float32, jnp.int32)
         ],
@@ -111,14 +111,12 @@ def _take_largest(
         ]
     is_wanted = is_row & (threads.lane < count)
     place = row * count + threads.lane
-    # -0.0 and NaN have lost their bits in the keys.
+    # NaN has lost its bits in the keys.
     threads.store(values, place, threads.load(scores, begin + taken), where=is_wanted)
     threads.store(positions, place, taken, where=is_wanted)
 
 
 def _ordered(threads: Threads, bits: Any) -> Any:  # noqa: ANN401 - words
-    """Returns an integer that compares as the float32 does; -0.0 equals 0.0, and every NaN is the largest."""
-    magnitude = bits & _MAGNITUDE
+    """Returns an integer that compares as the float32 does; -0.0 is below 0.0, and every NaN is the largest."""
     key = threads.select(bits < 0, bits ^ _MAGNITUDE, bits)
-    key = threads.select(magnitude == 0, 0, key)
-    return threads.select(magnitude > _INFINITY, _NAN, key)
+    return threads.select((bits & _MAGNITUDE) > _INFINITY, _NAN, key)

@@ -24,6 +24,8 @@ def recurrence(q, k, v, *, g, beta, initial_state, cu_seqlens, A_log, dt_bias, w
     import torch
 
     assert set(flags.values()) == {True}
+    # fla would copy others while it is timed.
+    assert all(one.is_contiguous() for one in (q, k, v, g, beta, initial_state))
     assert {q.dtype, k.dtype, v.dtype} == {v.dtype}
     q, k, v, g, beta, state = (one.double() for one in (q, k, v, g, beta, initial_state.clone()))
     q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))

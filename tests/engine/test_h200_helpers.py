@@ -26,6 +26,7 @@ KERNELS = {
     *("paged_attention", "ragged_attention", "latent_attention", "sparse_attention", "ssd_decays"),
     *("skinny_matmul_of_argument", "skinny_matmul_many_rows_of_argument", "grouped_matmul"),
     *("rotary_write", "page_write", "causal_conv", "ssd_scan", "row_factors"),
+    *("row_topk", "group_rows", "grouped_matmul_visits"),
 }
 
 

@@ -140,6 +140,8 @@ def test_on_hopper_many_tokens_ask_experts_through_their_kernel(monkeypatch):
     assert chosen(model) == Choice("mosaic_gpu")
     before = dispatch.fallbacks()
     few, many = kernels_of(model.running("mosaic_gpu"))
+    # A model that was told to run on XLA has none of them, not even for the router.
+    assert kernels_of(model.running("xla")) == (0, 0)
     assert dispatch.fallbacks() == before
     monkeypatch.setattr(feed_forwards, "grouped_for", lambda *_, **__: None)
     assert kernels_of(model.running("mosaic_gpu")) == (few, many - 5 * LAYERS)

@@ -11,7 +11,7 @@ from pallas_kernels import group_rows
 from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.group_rows import mosaic_gpu
 from tests.pallas_kernels.contract import implementations
-from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
+from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads, Race, without_barrier
 
 # Tokens, choices, groups, width.
 SIZES = (
@@ -62,17 +62,18 @@ def test_rows_are_those_of_each_group_in_the_order_of_tokens(
         assert_same(found, by_hand(np.asarray(x), chosen, groups))
 
 
-def in_numpy(chosen, groups, blocks=2):
+def in_numpy(chosen, groups, blocks=2, threads=NumpyThreads):
     """Runs the kernel's code for some of its blocks; returns all but the rows, and the token of each row."""
     tokens, count = chosen.shape
     pairs, words = tokens * count, -(-tokens // 32)
     row_groups, places = np.full(pairs, -1, np.int32), np.full(pairs, -1, np.int32)
     sizes = np.full(groups, -1, np.int32)
     for block in range(blocks):
-        shared = (groups * words, groups, pairs, 4)
+        shared = (groups * words, groups, pairs)
         scratch = [np.full(mosaic_gpu._whole(size), -7, np.int32) for size in shared]
+        scratch.append(np.full(4, -7, np.int32))
         mosaic_gpu._find_places(
-            NumpyThreads(),
+            threads(),
             chosen.reshape(-1),
             row_groups,
             places,
@@ -85,6 +86,38 @@ def in_numpy(chosen, groups, blocks=2):
             words=words,
         )
     return scratch[2][:pairs], row_groups, places.reshape(chosen.shape), sizes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "groups"),
+    [(256, 16, 1024), (1, 1, 1), (4, 1024, 1024), (256, 1, 1), (33, 4, 129)],
+)
+def test_the_kernels_code_finds_the_places_at_the_limits_of_its_sizes(tokens, count, groups):
+    chosen = drawn(tokens, count, groups)
+    row_tokens, row_groups, places, sizes = in_numpy(chosen, groups)
+    x = np.arange(tokens)[:, None]
+    assert_same((row_tokens[:, None], row_groups, places, sizes), by_hand(x, chosen, groups))
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2, 4])
+def test_a_barrier_that_is_left_out_is_a_race(left_out):
+    """Number 3 frees the table of sums for a next one, number 5 is that behind which the rows are copied."""
+    with pytest.raises(Race):
+        in_numpy(drawn(128, 32, 129), 129, threads=without_barrier(left_out))
+
+
+def test_choices_that_are_not_allowed_leave_no_row_without_a_token():
+    """Under a trace they are not checked. Rows are then those of some token, and nothing is read out of bounds."""
+
+    class Lenient(NumpyThreads):
+        # Two pairs store to one row, each its own token.
+        refuses_races = False
+
+    chosen = np.asarray([[0, 1, 9], [-3, 1, 2]], np.int32)
+    chosen = np.concatenate([chosen, chosen[:, :1]], axis=1)
+    row_tokens, _, _, sizes = in_numpy(chosen, 4, threads=Lenient)
+    assert set(row_tokens) <= {0, 1}
+    assert sizes.sum() <= chosen.size
 
 
 @given(st.data())
@@ -119,8 +152,17 @@ def test_wrong_arguments_are_told(as_in_production):
         group_rows(x, chosen.astype(np.int64), 3)
     with pytest.raises(ValueError, match="chosen must have shape"):
         group_rows(x, chosen[:1], 3)
+    with pytest.raises(ValueError, match="cannot choose 2 of 1 groups"):
+        group_rows(x, chosen, 1)
     with pytest.raises(Unsupported, match="mosaic_gpu"):
         group_rows(x[:, :3], chosen, 3, implementation="mosaic_gpu")
+
+
+def test_no_tokens_are_an_empty_result():
+    x, chosen = np.zeros((0, 8), np.float32), np.zeros((0, 2), np.int32)
+    rows, row_groups, places, sizes = group_rows(x, chosen, 3)
+    assert (rows.shape, row_groups.shape, places.shape) == ((0, 8), (0,), (0, 2))
+    np.testing.assert_array_equal(sizes, [0, 0, 0])
 
 
 def test_sizes_that_the_kernel_does_not_take_are_no_fallback(monkeypatch):
@@ -130,7 +172,6 @@ def test_sizes_that_the_kernel_does_not_take_are_no_fallback(monkeypatch):
         (257, 1, 8, 64),
         (2, 2, 2000, 64),
         (2, 2, 8, 3),
-        (0, 2, 8, 8),
     ):
         x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
         chosen = jax.ShapeDtypeStruct((tokens, count), jnp.int32)

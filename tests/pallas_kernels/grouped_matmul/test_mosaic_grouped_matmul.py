@@ -20,7 +20,7 @@ from tests.fast_cases import fast_cases
 from tests.pallas_kernels.contract import bits, device
 from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.grouped_matmul.test_grouped_matmul import oracle
-from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
+from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads, Race, without_barrier
 from tests.tolerances import assert_output
 
 pytestmark = pytest.mark.skipif(
@@ -172,12 +172,12 @@ def test_in_the_fixed_order_the_weight_is_on_the_left_of_any_number_of_rows(case
 VISITED = [(rows, window) for rows in (5, 96) for window in (8, 16, 64)]
 
 
-def listed(sizes, geometry, schedule):
+def listed(sizes, geometry, schedule, threads=NumpyThreads):
     """Returns the table of visits, made by the kernel's code in NumPy; what it does not write is negative."""
     visits = schedule.visits(geometry)
     facts = np.full(5 * visits, -1, np.int32)
     mosaic_visits._list_visits(
-        NumpyThreads(),
+        threads(),
         sizes,
         facts,
         np.zeros(4, np.int32),
@@ -208,6 +208,17 @@ def test_visits_cover_each_row_once_and_fit_what_was_launched_for(what, groups, 
         assert (wanted[low:high] == group).all()
         found += range(low, high)
     assert found == list(range(geometry.rows))
+
+
+@pytest.mark.parametrize("left_out", range(3))
+def test_a_barrier_that_is_left_out_of_the_list_of_visits_is_a_race(left_out):
+    """All but the last one, which frees the table of sums for a third."""
+    geometry = Geometry(96, 300, 64, 64, 0, BFLOAT16, BFLOAT16)
+    schedule = Schedule(16, 64, "weight", 64, 2, 1)
+    sizes = np.zeros(300, np.int32)
+    sizes[[3, 150, 290]] = 40, 50, 6
+    with pytest.raises(Race):
+        listed(sizes, geometry, schedule, without_barrier(left_out))
 
 
 def test_interpreted_the_visits_are_those_of_the_code_in_numpy(races):

@@ -30,13 +30,13 @@ def bound(logits, top_k, top_p, min_p, temperature):
     return logits, [mosaic_gpu.filter_bounds(logits, top_k + layer, *arrays) for layer in range(6)]
 
 
-def route(x, scores):
+def route(count, x, scores):
     from pallas_kernels.group_rows import mosaic_gpu as group_rows
     from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
     from pallas_kernels.grouped_matmul.mosaic_visits import table
     from pallas_kernels.row_topk import mosaic_gpu as row_topk
 
-    count, groups = 10, scores.shape[1]
+    groups = scores.shape[1]
     geometry = Geometry(count * len(x), groups, 1024, x.shape[1], 0, x.dtype, x.dtype)
     layers = []
     # XLA makes no graph of fewer than five kernels.
@@ -72,7 +72,11 @@ def programs():
         "index_topk packed": topk(256, 64, "float8_e4m3fn", packed=3),
         "filter_bounds": bounds(64, 128256),
         "row_topk and group_rows": (
-            route,
+            partial(route, 10),
             (array("bfloat16", 64, 2048), array("float32", 64, 512)),
+        ),
+        "row_topk and group_rows, most": (
+            partial(route, 16),
+            (array("bfloat16", 256, 7168), array("float32", 256, 1024)),
         ),
     }

@@ -16,7 +16,7 @@ PROGRAMS = {
         **{"skinny": 5, "states": 5, "sums": 2, "writes": 6},
     },
     "rest": {
-        **{"choices": 3, "decode": 6, "grouped": 8, "ragged": 3},
+        **{"choices": 4, "decode": 6, "grouped": 8, "ragged": 3},
         **{"skinny": 23, "states": 5, "sums": 5, "writes": 3},
     },
 }
@@ -36,11 +36,15 @@ def choices(kernels):
 
 
 def test_the_choosing_kernels_spill_no_register_and_fit_their_blocks(choices):
-    """A multiprocessor's registers are 128 for each thread of four warpgroups, and 168 of three: packed scores."""
+    """A multiprocessor's registers are 128 for each thread of four warpgroups, and 168 of three: packed scores.
+
+    The kernels that route have one, which may take what a thread can have.
+    """
+    most = {"index_topk packed": 168, "row_topk and group_rows, most": 255}
     for name, report in choices.items():
         assert report["spilled"] == 0, name
         largest, *others = sorted(report["registers"], reverse=True)
-        assert 0 < largest <= (168 if name == "index_topk packed" else 128), name
+        assert 0 < largest <= most.get(name, 128), name
         assert all(0 < registers <= 128 for registers in others), name
 
 

@@ -1,17 +1,70 @@
 """Runs the code of single threads (`pallas_kernels.mosaic.per_thread`) in NumPy, on all threads of a block at once."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from pallas_kernels.mosaic.per_thread import LANES, THREADS, Threads
 from pallas_kernels.mosaic.warps import WARPS
 
+_NOBODY, _SEVERAL = -1, -2
+
+
+class Race(AssertionError):
+    """A thread uses what another one has written, or writes what another one uses, without a `sync` between them."""
+
+
+@dataclass
+class _Uses:
+    """Who has used the elements of an array since the last `sync`: the thread, nobody or several."""
+
+    array: np.ndarray
+    writers: np.ndarray = field(init=False)
+    readers: np.ndarray = field(init=False)
+    setters: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.forget()
+
+    def forget(self):
+        self.writers, self.readers, self.setters = (
+            np.full(self.array.size, _NOBODY) for _ in range(3)
+        )
+
+    def note(self, users, place, thread, *, alone):
+        """Adds threads to the users of places, and refuses what races with others; `alone` if no two may share one."""
+        if alone and len(set(place)) < len(place):
+            raise Race("two threads store to one element")
+        others = {"writers", "readers", "setters"} - ({users} if not alone else set())
+        for name in others if users != "readers" else {"writers", "setters"}:
+            found = getattr(self, name)[place]
+            if ((found != _NOBODY) & (found != thread)).any():
+                raise Race(f"an element has {name} beside its {users}")
+        known = getattr(self, users)
+        shared = np.bincount(place, minlength=self.array.size)[place] > 1
+        is_first = (known[place] == _NOBODY) | (known[place] == thread)
+        known[place] = np.where(is_first & ~shared, thread, _SEVERAL)
+
 
 class NumpyThreads(Threads):
-    """References are arrays of one axis with 32 bits an element; a place that is not there is an error."""
+    """References are arrays of one axis with 32 bits an element.
+
+    A place that is not there is an error, and so is a race between threads.
+    """
+
+    refuses_races = True
 
     def __init__(self):
         self.number = np.arange(THREADS, dtype=np.int32)
         self.lane, self.warp = self.number % LANES, self.number // LANES
+        self._uses = {}
+
+    def _note(self, ref, users, place, thread, *, alone=False):
+        assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
+        if self.refuses_races:
+            # With the array, so that no other one gets its id.
+            uses = self._uses.setdefault(id(ref), _Uses(ref))
+            uses.note(users, place, thread, alone=alone)
 
     def select(self, condition, one, other):
         return np.where(condition, np.int32(one), np.int32(other))
@@ -20,15 +73,16 @@ class NumpyThreads(Threads):
         return np.bitwise_count(word.view(np.uint32)).astype(np.int32)
 
     def load(self, ref, place):
-        assert (place >= 0).all(), "a place before the first element"
+        self._note(ref, "readers", place, self.number)
         return ref.view(np.int32)[place]
 
     def store(self, ref, place, word, *, where=None):
         wanted = np.broadcast_to(True if where is None else where, THREADS)
-        assert (place[wanted] >= 0).all(), "a place before the first element"
+        self._note(ref, "writers", place[wanted], self.number[wanted], alone=True)
         ref.view(np.int32)[place[wanted]] = np.broadcast_to(np.int32(word), THREADS)[wanted]
 
     def set_bits(self, ref, place, bits):
+        self._note(ref, "setters", place, self.number)
         np.bitwise_or.at(ref, place, bits)
 
     def most_of_warp(self, word):
@@ -45,4 +99,19 @@ class NumpyThreads(Threads):
             body(np.full(THREADS, turn, np.int32), turn < count)
 
     def sync(self):
-        pass
+        for uses in self._uses.values():
+            uses.forget()
+
+
+def without_barrier(number):
+    """Returns threads that do not wait at the barrier of a number."""
+
+    class Hasty(NumpyThreads):
+        met = 0
+
+        def sync(self):
+            if self.met != number:
+                super().sync()
+            self.met += 1
+
+    return Hasty
