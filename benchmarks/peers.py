@@ -67,6 +67,8 @@ def time_torch(bench: BenchInputs, effort: Effort) -> Timing:
         raise NoPeer("does not rotate and write in one call")
     if KINDS[bench.op].pool == "states":
         raise NoPeer("has no op that carries such states")
+    if bench.op == "group_rows":
+        raise NoPeer("sorts, sums and gathers in separate calls")
     if bench.op in _ATTENTION:
         return _time_calls(bench, torch_calls.attention(lay_out(bench), bench), effort)
     return _time_calls(bench, torch_calls.BUILDERS[bench.op](bench), effort)

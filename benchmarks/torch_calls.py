@@ -227,6 +227,19 @@ def _bounds(bench: BenchInputs) -> Calls:
     return _calls(call, _copies(first, bench), lambda out: [out.cpu().numpy()])
 
 
+def _largest(bench: BenchInputs) -> Calls:
+    """Returns calls of `topk`."""
+    scores, count = bench.inputs["scores"], bench.inputs["count"]
+    if any(len(np.unique(row)) < len(row) for row in scores):
+        raise NoPeer("returns equal numbers in any order")
+    first = to_tensor(scores)
+
+    def read(found: Any) -> list[np.ndarray]:  # noqa: ANN401 - torch is optional
+        return [found.values.cpu().numpy(), found.indices.int().cpu().numpy()]
+
+    return _calls(lambda scores: scores.topk(count), _copies(first, bench), read)
+
+
 def _copies(first: Any, bench: BenchInputs) -> list[Any]:  # noqa: ANN401 - torch is optional
     """Returns one copy of a tensor per call, so that each call reads separate memory."""
     return [first, *(first.clone() for _ in bench.own[1:])]
@@ -243,6 +256,7 @@ BUILDERS: Mapping[str, Callable[[BenchInputs], Calls]] = {
     "page_write": _write,
     "skinny_matmul": _product,
     "index_topk": _top_keys,
+    "row_topk": _largest,
     "sparse_attention": _chosen_records,
     "filter_bounds": _bounds,
 }

@@ -278,6 +278,12 @@ KINDS = {
         selection_inputs.bounds_between,
         agree=selection_inputs.agree_on_bounds,
     ),
+    "row_topk": Kind(
+        selection_inputs.repeat_choices, partial(selection_inputs.choices, "row_topk"), exact=True
+    ),
+    "group_rows": Kind(
+        selection_inputs.repeat_choices, partial(selection_inputs.choices, "group_rows"), exact=True
+    ),
     "page_write": Kind(_shift_slots, _written, pool="pages", exact=True),
     "rotary_write": Kind(_shift_slots, _rotated_and_written, pool="pages"),
     "skinny_matmul": Kind(matmul_inputs.repeat_weights, matmul_inputs.answer),

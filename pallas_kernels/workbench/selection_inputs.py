@@ -1,4 +1,4 @@
-"""Benchmark inputs and checks of the selection ops: `index_topk`, `sparse_attention`, `filter_bounds`.
+"""Benchmark inputs and checks of the selection ops: of keys, of records, of logits and of experts.
 
 Two correct selections may differ where scores or sums are equal up to rounding. So `key_scores` and `bounds_between`
 return conditions for a correct result, and `agree_on_keys` and `agree_on_bounds` check a result against them.
@@ -7,6 +7,7 @@ return conditions for a correct result, and `agree_on_keys` and `agree_on_bounds
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -50,6 +51,21 @@ def repeat_logits(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[di
     arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
     logits = arrays.pop("logits")
     return arrays, [{"logits": jnp.copy(logits)} for _ in range(copies)]
+
+
+def repeat_choices(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
+    """Returns shared and per-call arrays of `row_topk` or `group_rows`; each call has its own copy of all of them."""
+    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    # `asarray` might return one array for all of them.
+    return {}, [{name: jnp.array(value) for name, value in arrays.items()} for _ in range(copies)]
+
+
+def choices(op: str, inputs: Mapping[str, Any]) -> list[np.ndarray]:
+    """Returns the reference's results of `row_topk` or `group_rows`."""
+    reference = getattr(import_module(f"pallas_kernels.{op}.reference"), op)
+    arrays = {name: jnp.asarray(v) for name, v in inputs.items() if isinstance(v, np.ndarray)}
+    options = {name: value for name, value in inputs.items() if name not in arrays}
+    return [np.asarray(part) for part in jax.jit(partial(reference, **options))(**arrays)]
 
 
 def sparse_answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:

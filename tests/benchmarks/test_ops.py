@@ -105,8 +105,10 @@ def broken(op):
             return result[0], tuple(pool.at[0, 0].set(7) for pool in result[1])
         if KINDS[op].pool == "states":
             return result[0], result[1].at[0].set(7)
-        if op == "index_topk":
+        if op in ("index_topk", "row_topk"):
             return result[0].at[0, 0].add(1), result[1]
+        if op == "group_rows":
+            return *result[:3], result[3].at[0].add(1)
         return result.at[-1].multiply(jnp.asarray(1.1, result.dtype))
 
     return wrong
@@ -194,8 +196,10 @@ def test_calls_of_a_launch_use_memory_of_their_own(op):
             moved = np.where(real, bench.inputs["slots"] + copy * num_slots, 4 * num_slots)
             np.testing.assert_array_equal(own["slots"], moved)
         return
-    if op in ("skinny_matmul", "filter_bounds"):
-        name = "weight" if op == "skinny_matmul" else "logits"
+    whole = {"skinny_matmul": "weight", "filter_bounds": "logits"}
+    whole |= {"row_topk": "scores", "group_rows": "x"}
+    if op in whole:
+        name = whole[op]
         places = {own[name].unsafe_buffer_pointer() for own in bench.own}
         assert len(places) == 4
         return
