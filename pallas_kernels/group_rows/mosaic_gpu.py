@@ -164,36 +164,19 @@ def _find_places(
         groups: number of groups.
         words: words of a group.
     """
+    own = _mark_members(
+        threads, chosen, members, row_tokens, pairs=pairs, count=count, groups=groups, words=words
+    )
     writes = block == 0
-    for part in range(ceil(groups * words / THREADS)):
-        threads.store(members, threads.number + part * THREADS, 0)
-    # Rows that no pair has, as when a token chooses a group twice, are those of the first token.
-    for part in range(ceil(pairs / THREADS)):
-        threads.store(row_tokens, threads.number + part * THREADS, 0)
-    threads.sync()
-    own = []
-    for part in range(ceil(pairs / THREADS)):
-        pair = threads.number + part * THREADS
-        is_pair = pair < pairs
-        token = pair // count
-        group = threads.load(chosen, threads.least(pair, pairs - 1))
-        # A group that is not there would be written out of bounds.
-        group = threads.most(threads.least(group, groups - 1), 0)
-        bit = threads.select(is_pair, 1 << (token % _BITS), 0)
-        threads.set_bits(members, group * words + threads.least(token // _BITS, words - 1), bit)
-        own.append((pair, is_pair, token, group))
-    threads.sync()
+    counts, total = [], threads.number * 0
     each = ceil(groups / THREADS)
-    counts = []
     for part in range(each):
         group = threads.number * each + part
         at, size = threads.least(group, groups - 1) * words, threads.number * 0
         for word in range(words):
             size = size + threads.ones(threads.load(members, at + word))
         counts.append((group, threads.select(group < groups, size, 0)))
-    total = threads.number * 0
-    for _, size in counts:
-        total = total + size
+        total = total + counts[-1][1]
     start = threads.running_sum(total, sums) - total
     for group, size in counts:
         threads.store(starts, group, start)
@@ -213,3 +196,39 @@ def _find_places(
         threads.store(row_groups, place, group, where=writes & is_pair)
         threads.store(places, pair, place, where=writes & is_pair)
     threads.sync()
+
+
+def _mark_members(
+    threads: Threads,
+    chosen: Ref,
+    members: Ref,
+    row_tokens: Ref,
+    *,
+    pairs: int,
+    count: int,
+    groups: int,
+    words: int,
+) -> list[tuple[Any, Any, Any, Any]]:
+    """Sets the bits of each group's tokens; the arguments are those of `_find_places`.
+
+    Returns:
+        For each of the thread's pairs its number, whether there is such a pair, its token and its group.
+    """
+    for part in range(ceil(groups * words / THREADS)):
+        threads.store(members, threads.number + part * THREADS, 0)
+    # Rows that no pair has, as when a token chooses a group twice, are those of the first token.
+    for part in range(ceil(pairs / THREADS)):
+        threads.store(row_tokens, threads.number + part * THREADS, 0)
+    threads.sync()
+    own = []
+    for part in range(ceil(pairs / THREADS)):
+        pair = threads.number + part * THREADS
+        is_pair, token = pair < pairs, pair // count
+        group = threads.load(chosen, threads.least(pair, pairs - 1))
+        # A group that is not there would be written out of bounds.
+        group = threads.most(threads.least(group, groups - 1), 0)
+        bit = threads.select(is_pair, 1 << (token % _BITS), 0)
+        threads.set_bits(members, group * words + threads.least(token // _BITS, words - 1), bit)
+        own.append((pair, is_pair, token, group))
+    threads.sync()
+    return own

@@ -18,7 +18,7 @@ def row_topk(
     """Returns the largest numbers of each row, largest first, and their columns, as `jax.lax.top_k` does.
 
     Of equal numbers the one with the lower column comes first, and -0.0 is below 0.0. The columns of a row differ
-    whatever its numbers are; where NaN comes is not defined.
+    for all numbers; where NaN comes is not defined.
 
     Args:
         scores: float32, such as a router's scores of experts.

@@ -83,7 +83,7 @@ def engine_of(
         policy: where checkpoints are left.
         checkpoints: how many may be kept; there are states for `STATES`.
         pages: how many pages there are, if not enough for all; other numbers are other programs.
-        free_pages: how many of them nobody else holds; `None` for all.
+        free_pages: how many of them are free; `None` for all.
         full_hits: checkpoints keep what the next token is chosen from.
         host_bytes: for what is evicted.
         dtype: of the model and of what it remembers.

@@ -7,7 +7,7 @@ import numpy as np
 from pallas_kernels.mosaic.per_thread import LANES, THREADS, Threads
 from pallas_kernels.mosaic.warps import WARPS
 
-_NOBODY, _SEVERAL = -1, -2
+_NONE, _SEVERAL = -1, -2
 
 
 class Race(AssertionError):
@@ -16,7 +16,7 @@ class Race(AssertionError):
 
 @dataclass
 class _Uses:
-    """Who has used the elements of an array since the last `sync`: the thread, nobody or several."""
+    """Who has used the elements of an array since the last `sync`: the thread, none or several."""
 
     array: np.ndarray
     writers: np.ndarray = field(init=False)
@@ -28,7 +28,7 @@ class _Uses:
 
     def forget(self):
         self.writers, self.readers, self.setters = (
-            np.full(self.array.size, _NOBODY) for _ in range(3)
+            np.full(self.array.size, _NONE) for _ in range(3)
         )
 
     def note(self, users, place, thread, *, alone):
@@ -38,11 +38,11 @@ class _Uses:
         others = {"writers", "readers", "setters"} - ({users} if not alone else set())
         for name in others if users != "readers" else {"writers", "setters"}:
             found = getattr(self, name)[place]
-            if ((found != _NOBODY) & (found != thread)).any():
+            if ((found != _NONE) & (found != thread)).any():
                 raise Race(f"an element has {name} beside its {users}")
         known = getattr(self, users)
         shared = np.bincount(place, minlength=self.array.size)[place] > 1
-        is_first = (known[place] == _NOBODY) | (known[place] == thread)
+        is_first = (known[place] == _NONE) | (known[place] == thread)
         known[place] = np.where(is_first & ~shared, thread, _SEVERAL)
 
 

@@ -1,4 +1,4 @@
-"""`row_topk`: the order of a stable sort for every row, whatever its numbers are; its kernel's code in NumPy too."""
+"""`row_topk`: the order of a stable sort for every row of any numbers; its kernel's code in NumPy too."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Vectorised stores for Mosaic GPU kernels, as inline MLIR. No function here checks its indices."""
+"""A vectorised store of columns that lie side by side, as inline MLIR. It checks no index."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
