@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
@@ -20,8 +19,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
-from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_threads
+from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_threads, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces, load
 from pallas_kernels.mosaic.warps import WARPS
@@ -75,23 +73,16 @@ def group_rows(
     blocks = min(rows, blocks)
     words = ceil(tokens / _BITS)
     code = partial(_find_places, pairs=rows, count=count, groups=groups, words=words)
-    found, row_groups, places, sizes = mosaic_kernel(
+    found, row_groups, places, sizes = thread_kernel(
         partial(_run_block, code, blocks, interpret),
-        out_type=[
+        [
             jax.ShapeDtypeStruct((rows, width), x.dtype),
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (rows, rows, groups)),
         ],
-        scratch_types=[
-            *(plgpu.SMEM((_whole(size),), jnp.int32) for size in (groups * words, groups, rows)),
-            plgpu.SMEM((WARPS,), jnp.int32),
-        ],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=LANE_PARAMS,
+        name="group_rows",
+        blocks=blocks,
+        scratch=(*map(_whole, (groups * words, groups, rows)), WARPS),
         interpret=interpret,
-        kernel_name="group_rows",
     )(x, chosen.reshape(-1))
     return found, row_groups, places.reshape(tokens, count), sizes
 

@@ -9,14 +9,12 @@ from math import ceil
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
-from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
-from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_block
+from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_block, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
@@ -46,17 +44,13 @@ def table(
         last_start=schedule.padded_rows(geometry) - schedule.window,
     )
 
-    found = mosaic_kernel(
+    found = thread_kernel(
         partial(run_block, code, takes_block=False, interpret=interpret),
-        out_type=jax.ShapeDtypeStruct((_FACTS * visits,), jnp.int32),
-        scratch_types=[plgpu.SMEM((WARPS,), jnp.int32)],
-        grid=(1,),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=LANE_PARAMS,
+        jax.ShapeDtypeStruct((_FACTS * visits,), jnp.int32),
+        name="grouped_matmul_visits",
+        blocks=1,
+        scratch=(WARPS,),
         interpret=interpret,
-        kernel_name="grouped_matmul_visits",
     )(group_sizes.astype(jnp.int32))
     return found.reshape(_FACTS, visits)
 

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from pallas_kernels.mosaic.dialects import Value, arith, constant, i32, inline, ir, llvm, scf, utils
 from pallas_kernels.mosaic.jax_versions import assign
+from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
@@ -34,6 +35,39 @@ _ADD_LOWER = """{{
     mov.b32 $0, $1;
     @is_there add.s32 $0, $0, other;
 }}"""
+
+
+def thread_kernel(
+    body: Callable[..., None],
+    out_type: Any,  # noqa: ANN401 - one type or several
+    *,
+    name: str,
+    blocks: int,
+    scratch: Sequence[int] = (),
+    interpret: bool,
+) -> Callable[..., Any]:
+    """Returns the launch of a kernel whose blocks have one warpgroup and are those of the axis "block".
+
+    Args:
+        body: the kernel's body, such as `partial(run_block, code)`.
+        out_type: types of the results.
+        name: the kernel's name.
+        blocks: number of blocks.
+        scratch: sizes of arrays of int32 in shared memory, which follow the results among the body's references.
+        interpret: whether the interpreter runs the kernel.
+    """
+    return mosaic_kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in scratch],
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=LANE_PARAMS,
+        interpret=interpret,
+        kernel_name=name,
+    )
 
 
 def run_block(code: Callable[..., None], *refs: Ref, takes_block: bool, interpret: bool) -> None:

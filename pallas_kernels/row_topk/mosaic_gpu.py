@@ -11,8 +11,7 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
-from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
-from pallas_kernels.mosaic.per_thread import LANES, Threads, run_block
+from pallas_kernels.mosaic.per_thread import LANES, Threads, run_block, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
@@ -58,18 +57,12 @@ def row_topk(
     check_kernel(refusal(scores, count))
     rows, columns = scores.shape
     code = partial(_take_largest, rows=rows, columns=columns, count=count)
-    values, positions = mosaic_kernel(
+    values, positions = thread_kernel(
         partial(run_block, code, takes_block=True, interpret=interpret),
-        out_type=[
-            jax.ShapeDtypeStruct((rows * count,), dtype) for dtype in (jnp.float32, jnp.int32)
-        ],
-        grid=(ceil(rows / WARPS),),
-        grid_names=("block",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=LANE_PARAMS,
+        [jax.ShapeDtypeStruct((rows * count,), dtype) for dtype in (jnp.float32, jnp.int32)],
+        name="row_topk",
+        blocks=ceil(rows / WARPS),
         interpret=interpret,
-        kernel_name="row_topk",
     )(scores.reshape(-1))
     return values.reshape(rows, count), positions.reshape(rows, count)
 
