@@ -145,6 +145,9 @@ def measure_launches(model: Model, params: Params, setting: Setting, steps: int)
 
         # The steps of the prompts are in both.
         host_apart = host_seconds(setting.new_tokens) - host_seconds(short)
+        specs = [program.spec for program in llm.engine.runner.programs.manifest()]
+    if all(getattr(spec, "steps", 1) < steps for spec in specs):
+        raise RuntimeError(f"the engine sent its steps one by one, not {steps} per launch")
     count = setting.new_tokens - short
     return {
         "ms_per_token": statistics.median(apart) / count * 1e3,

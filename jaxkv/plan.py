@@ -430,9 +430,8 @@ def _programs(
         drafter=text_drafter_of(engine.speculation, layout),
     )
     singles = shapes.declare_all(Features())
-    chosen = choose_steps(engine.steps_per_launch, model, params, layout)
-    one_by_one = _keeps_states(layout, model, cache, engine)
-    multi_steps = [] if one_by_one else declare_multi_steps(singles, chosen)
+    steps = 1 if engine.pinned_shapes else engine.steps_per_launch
+    multi_steps = declare_multi_steps(singles, choose_steps(steps, model, params, layout))
     swaps = declare_swaps(layout) if cache.host_bytes and engine.prefix_cache else []
     widths = power_of_two_buckets(16, length) if layout.kept_drafts else ()
     admissions = [AdmitSpec(1, width, returning=back) for back in (False, True) for width in widths]

@@ -20,7 +20,8 @@ class CheckpointPolicy:
             if the last token is computed alone in a decode step: after a hit up to there, or for the second of `n`
             samples.
         end_of_generation: the tokens that a sequence had computed at its end, for the next turn; this needs no extra
-            state. It is left out if the sequence ends exactly at a page end while another step is in flight.
+            state. It is left out if the sequence ends exactly at a page end while another step is in flight, or if it
+            stops before its limit and later steps of the same or the next launch have changed its states.
         wait_for_equals: delay a request while another sequence computes a checkpoint of the same prefix.
         grid: tokens between two multiples, itself a multiple of the model's chunk size; `None` for the chunk size.
     """

@@ -126,9 +126,9 @@ class Collector:
                 if sequence.started is None and taken:
                     sequence.started = now
                 if taken < emits:
-                    # What was computed behind its last token is not part of the text. A last token that was a draft
-                    # is computed itself, and one that was sampled is not.
-                    is_computed = bool(drafts) and steps[taken].finite[index]
+                    # What was computed behind its last token is not part of the text. That token was a draft, or the
+                    # next step of the launch has computed it.
+                    is_computed = steps[taken].finite[index]
                     sequence.collected -= emits - taken - is_computed
                     if sequence.reason is None:
                         sequence.tainted = True

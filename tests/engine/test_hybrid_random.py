@@ -24,6 +24,8 @@ CASES = {
     | WINDOW,
     # Full attention, pages of several chunks.
     "plain": {"page": 32, "pages": 5, "checkpoints": 3},
+    # Several steps in a launch.
+    "launches": {"page": 32, "pages": 7, "checkpoints": 3, "steps_per_launch": 3},
     # Recurrent layers alone, whose checkpoints go to the host.
     "pure": {
         "page": 16,
@@ -86,6 +88,8 @@ def happen(engine, draw, live):
         ("window", 25),
         pytest.param("window", 200, marks=pytest.mark.slow),
         pytest.param("plain", 200, marks=pytest.mark.slow),
+        ("launches", 25),
+        pytest.param("launches", 200, marks=pytest.mark.slow),
         pytest.param("pure", 60, marks=pytest.mark.slow),
     ],
 )
@@ -109,9 +113,8 @@ def test_random_conversations_have_the_tokens_of_lone_ones(name, requests):
         assert engine.host.stats.hits > 0
     assert all(one.confirmed for one in engine.prefix._states.kept)
     assert_idle(engine)
-    alone = engine_of(
-        longest=LONGEST, budget=48, tokens=48, policy=CheckpointPolicy(), **CASES[name]
-    )
+    one_step = CASES[name] | {"steps_per_launch": 1}
+    alone = engine_of(longest=LONGEST, budget=48, tokens=48, policy=CheckpointPolicy(), **one_step)
     for one in made:
         wishes = {"max_tokens": one.request.params.max_tokens, "stop_ids": one.request.stop_ids}
         assert_same([one], uncached(alone, one.request.prompt, **wishes))

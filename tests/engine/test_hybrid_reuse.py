@@ -100,6 +100,37 @@ def test_a_turn_that_stops_before_its_limit_is_found_with_its_stop_token():
     assert_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("overlap", "stop", "kept"), [(True, 3, 0), (False, 2, 0), (False, 3, 4), (False, 4, 4)]
+)
+def test_several_steps_in_a_launch_keep_the_end_of_a_turn_unless_they_go_beyond_it(
+    monkeypatch, overlap, stop, kept
+):
+    # Steps behind the one that computes a stop token change the states, so the next turn begins at the prompt's end.
+    engine = engine_for(steps_per_launch=4, overlap=overlap)
+    sent, run_step = [], engine.sequence_runner.step
+    monkeypatch.setattr(
+        engine.sequence_runner,
+        "step",
+        lambda shape, rows: sent.append(shape.steps) or run_step(shape, rows),
+    )
+    prompt, more = texts(3, 50, 9)
+    first = run(engine, prompt, max_tokens=8)[0]
+    assert sent == [1, 4, 4]
+    limited = prompt + first.token_ids + more
+    second = run(engine, limited)[0]
+    assert second.cached == len(prompt) + 7
+    engine.prefix.clear()
+    stopped = run(engine, prompt, max_tokens=40, stop_ids=(first.token_ids[stop],))[0]
+    assert stopped.token_ids == first.token_ids[: stop + 1]
+    turn = prompt + stopped.token_ids + more
+    third = run(engine, turn)[0]
+    assert third.cached == len(prompt) + kept
+    assert all(one.confirmed for one in engine.prefix._states.kept)
+    assert_idle(engine)
+    assert_same([second, third], uncached(engine_for(), limited, turn))
+
+
 def test_a_turn_whose_last_step_was_never_read_is_kept_when_it_comes_again(monkeypatch):
     # An interrupt forgets the step after the stop token, and so the states that were to count once that was read.
     engine = engine_for()

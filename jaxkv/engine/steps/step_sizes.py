@@ -35,7 +35,7 @@ def open_step_sizes(
     Args:
         sequence_runner: runs the steps.
         config: engine options.
-        checkpoints: whether steps make checkpoints of recurrent states. They are then sent one by one.
+        checkpoints: whether prefill steps make checkpoints of recurrent states.
     """
     runner = sequence_runner.runner
     whole = runner.model.whole_prompts
@@ -55,7 +55,7 @@ def open_step_sizes(
     oom_backoff = OomBackoff(
         shapes.token_buckets, shapes.decode_rows, whole=whole, refusal=runner.refusal
     )
-    steps = 1 if config.pinned_shapes or checkpoints else config.steps_per_launch
+    steps = 1 if config.pinned_shapes else config.steps_per_launch
     return StepSizes(shapes, oom_backoff, MultiStep(runner, shapes, oom_backoff, steps))
 
 
