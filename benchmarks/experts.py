@@ -1,16 +1,17 @@
-"""A layer of routed experts: our kernel (`grouped_matmul`) beside plain XLA, for the layers of published models.
+"""A layer of routed experts on our two kernels, and in plain XLA, for the layers of published models.
 
     python -m benchmarks.experts --models gpt-oss-20b-mxfp4,qwen3-next --tokens 1,16,64
     python -m benchmarks.experts --models tiny,tiny-mxfp4 --tokens 1,4    # to try it on a CPU
 
 A call is `mixture_of_experts` with its router, timed as in `benchmarks.ops`: calls in one CUDA graph over rotating
-random inputs, which ask for different experts of the same layer. The floor is the time to read as many experts as are
-asked for on average; calls of one token find some of theirs in the L2 cache. The results of both ways are compared.
-Record: experts.
+random inputs, which ask for different experts of the same layer. Tokens read the experts that they choose
+(`gathered_matmul`, with at most as many choices as experts), or are sorted by expert (`grouped_matmul`). "way" is that
+of a model. The floor is the time to read as many experts as are asked for on average; calls of one token find some of
+theirs in the L2 cache. The results of all ways are compared. Record: experts.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,18 @@ from benchmarks.record import RECORDS, device_name, load_record, save_record
 from benchmarks.report import render
 from benchmarks.timing import CEILINGS, Chain, Effort, refuse_profilers, time_chain
 from jaxkv.config.blocks import MixtureConfig
-from jaxkv.layers.mixture import mixture_of_experts, route
+from jaxkv.layers.mixture import grouped_for, mixture_of_experts, route
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.formats.few_bits import FewBits
 
 Params = dict[str, Any]
+
+WAYS = {
+    "gathered": {"grouped": None, "gathered": "mosaic_gpu"},
+    "grouped": {"grouped": "mosaic_gpu"},
+    "plain": {"grouped": None, "gathered": "xla"},
+}
+"""How a layer's experts run: the columns of a row, and the arguments of `mixture_of_experts`."""
 
 _INPUTS = 8
 """Inputs that the calls rotate through."""
@@ -52,6 +60,7 @@ LAYERS = {
     "gpt-oss-20b-mxfp4": Layer(2880, _gated(32, 4, 2880), "mxfp4"),
     "gpt-oss-20b": Layer(2880, _gated(32, 4, 2880)),
     "qwen3-next": Layer(2048, _gated(512, 10, 512)),
+    "qwen3-next-fp8": Layer(2048, _gated(512, 10, 512), "fp8 by row"),
     "qwen3-30b-a3b": Layer(2048, _gated(128, 8, 768)),
     "qwen3-30b-a3b-fp8": Layer(2048, _gated(128, 8, 768), "fp8 by 128"),
     "deepseek-v3": Layer(7168, _gated(256, 8, 2048, scoring="sigmoid", groups=8, top_groups=4)),
@@ -80,7 +89,7 @@ def draw_layer(layer: Layer) -> Params:
 
 
 def measure(name: str, tokens: int, effort: Effort) -> dict[str, Any]:
-    """Returns the row of a layer and a number of tokens: microseconds of both ways, and the floor."""
+    """Returns the row of a layer and a number of tokens: microseconds of each way, and the floor."""
     layer = LAYERS[name]
     params, mixture = draw_layer(layer), layer.mixture
     weights = {key: params[key] for key in ("experts_up", "experts_down")}
@@ -95,17 +104,24 @@ def measure(name: str, tokens: int, effort: Effort) -> dict[str, Any]:
     read = num_bytes * asked / mixture.experts
     row = {"layer": name, "tokens": tokens, "experts_asked": asked}
     run = partial(mixture_of_experts, mixture=mixture, activation="silu")
+    ours = grouped_for(params, tokens, mixture=mixture, implementation="mosaic_gpu")
+    row["way"] = "gathered" if ours is None else "grouped"
     results = {}
-    for column, grouped in (("us", "mosaic_gpu"), ("us_plain", None)):
+    for way, options in WAYS.items():
+        if way == "gathered" and tokens * mixture.top_k > mixture.experts:
+            continue
 
-        def call(params: Params, x: jax.Array, grouped: str | None = grouped) -> tuple[Params, Any]:
+        def call(
+            params: Params, x: jax.Array, options: Mapping[str, Any] = options
+        ) -> tuple[Params, Any]:
             # As in models: the router is the same, whichever way its experts run.
             routing = route(params, x, mixture=mixture)
-            return params, run(params, x, routing=routing, grouped=grouped)
+            return params, run(params, x, routing=routing, **options)
 
+        column = f"us_{way}"
         row |= {column: None, f"spread_{column}": None}
         try:
-            results[column] = np.asarray(jax.jit(call)(params, inputs[0])[1], np.float32)
+            results[way] = np.asarray(jax.jit(call)(params, inputs[0])[1], np.float32)
         except Unsupported as reason:
             print(f"{name}: {reason}")
             continue
@@ -114,10 +130,11 @@ def measure(name: str, tokens: int, effort: Effort) -> dict[str, Any]:
         timing = time_chain(chain, effort)
         params = chain.shared
         row |= {column: timing.us, f"spread_{column}": timing.spread}
-    if len(results) == 2:
-        ours, plain = results.values()
-        if not np.abs(ours - plain).max() <= 0.03 * np.abs(plain).max():
-            raise RuntimeError(f"the results of {name} differ by {np.abs(ours - plain).max():.3g}")
+    plain = results["plain"]
+    for way, result in results.items():
+        error = np.abs(result - plain).max()
+        if not error <= 0.03 * np.abs(plain).max():
+            raise RuntimeError(f"the results of {name}, {way}, differ by {error:.3g}")
     return row | {"floor_us": ceilings and read / ceilings.stream * 1e6}
 
 

@@ -67,6 +67,8 @@ def time_torch(bench: BenchInputs, effort: Effort) -> Timing:
         raise NoPeer("does not rotate and write in one call")
     if KINDS[bench.op].pool == "states":
         raise NoPeer("has no op that carries such states")
+    if bench.op == "gathered_matmul":
+        raise NoPeer("copies the matrices before it multiplies them")
     if bench.op == "group_rows":
         raise NoPeer("sorts, sums and gathers in separate calls")
     if bench.op in _ATTENTION:

@@ -7,7 +7,8 @@ Rule for every file here: no models, no requests, no page allocation. Callers pa
 - Cache writes: `page_write`, `rotary_write` (RoPE fused with the write).
 - Recurrent layers: `causal_conv`, `selective_scan` and `selective_update` (Mamba), `ssd_scan` and `ssd_update`
   (Mamba-2), `delta_scan` and `delta_update` (gated DeltaNet).
-- Matrix products: `skinny_matmul` (few rows), `grouped_matmul` (rows sorted by expert).
+- Matrix products: `skinny_matmul` (few rows), `grouped_matmul` (rows sorted by expert), `gathered_matmul` (few rows,
+  each with experts of its own).
 - Routing to experts: `row_topk` (the best of each row), `group_rows` (rows sorted by what they choose).
 - Sampling: `filter_bounds` (top-k and top-p thresholds).
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pallas_kernels.delta_scan.api import delta_scan as delta_scan
     from pallas_kernels.delta_update.api import delta_update as delta_update
     from pallas_kernels.filter_bounds.api import filter_bounds as filter_bounds
+    from pallas_kernels.gathered_matmul.api import gathered_matmul as gathered_matmul
     from pallas_kernels.group_rows.api import group_rows as group_rows
     from pallas_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
     from pallas_kernels.index_topk.api import index_topk as index_topk
@@ -47,6 +49,7 @@ __all__ = [
     "delta_scan",
     "delta_update",
     "filter_bounds",
+    "gathered_matmul",
     "group_rows",
     "grouped_matmul",
     "index_topk",

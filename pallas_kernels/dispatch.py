@@ -31,6 +31,7 @@ class Question:
 _FIXED_KERNELS = frozenset(
     {
         "filter_bounds",
+        "gathered_matmul",
         "group_rows",
         "grouped_matmul",
         "page_write",

@@ -33,6 +33,7 @@ PUBLIC = {
         "delta_scan",
         "delta_update",
         "filter_bounds",
+        "gathered_matmul",
         "group_rows",
         "grouped_matmul",
         "index_topk",

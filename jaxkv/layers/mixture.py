@@ -13,15 +13,17 @@ from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
-from pallas_kernels import group_rows, grouped_matmul, row_topk
+from pallas_kernels import gathered_matmul, group_rows, grouped_matmul, row_topk
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
-from pallas_kernels.formats.few_bits import CODES, FewBits
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.grouped_matmul.api import why_not_kernel
 
 _KERNEL = "mosaic_gpu"
-_FEW_NUMBERS = 2**26
-"""Weights of the selected experts below which plain products are faster than sorting rows (grouped_matmul/NOTES.md)."""
+_SORTING_BYTES = 50 * 10**6
+"""Bytes that a GPU reads in the 12 us by which sorting rows by expert takes longer (gathered_matmul/NOTES.md)."""
+_WIDENING = 0.25
+"""Part by which the products of sorted rows with experts in few bits take longer than reading these (likewise)."""
 _MOST_SORTED = 2**28
 """Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
 
@@ -37,18 +39,17 @@ def mixture_of_experts(
     activation: str,
     routing: tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]] | None = None,
     grouped: str | None = None,
+    gathered: str | None = "xla",
 ) -> Float[Array, "tokens hidden_size"]:
     """Computes the weighted sum of the outputs of each token's chosen experts.
 
-    With XLA there are two ways. A few tokens gather the matrices of their own experts. Many tokens choose nearly every
-    expert: all experts then run as two dense products over all tokens, and inner activations of experts that a token
-    did not choose are set to zero. `jax.lax.ragged_dot` is not used: on GPUs and CPUs XLA turns it into a dense
-    product that repeats that work `top_k` times.
+    A few tokens read the matrices of their own experts (`gathered_matmul`). More tokens are sorted by expert for our
+    kernel, which reads each expert once and multiplies it with its own tokens only (`grouped_matmul`). XLA has no such
+    product: it runs all experts as two dense products over all tokens, and sets inner activations of experts that a
+    token did not choose to zero. `jax.lax.ragged_dot` is not used: on GPUs and CPUs XLA turns it into a dense product
+    that repeats that work `top_k` times.
 
-    Under the fixed order of sums (`pallas_kernels.fixed_order`) XLA always takes the second way.
-
-    With our kernels `grouped_matmul` covers both cases: tokens are sorted by expert, and each expert is read once and
-    multiplied with its own tokens only.
+    Under the fixed order of sums (`pallas_kernels.fixed_order`) all numbers of tokens are treated alike.
 
     A token's result does not depend on other tokens.
 
@@ -62,10 +63,11 @@ def mixture_of_experts(
         mixture: sizes and routing of the experts.
         activation: a name in `ACTIVATIONS`.
         routing: the chosen experts, different ones for each token, and their weights; those of `route` if not given.
-        grouped: implementation of `grouped_matmul` that the experts run on; `None` for plain XLA.
+        grouped: implementation of `grouped_matmul` that the experts run on; `None` not to sort tokens by expert.
+        gathered: implementation of `gathered_matmul` that a few tokens run on otherwise; `None` for the best.
 
     Raises:
-        Unsupported: `grouped` cannot run on this device or with these sizes; the message gives the reason.
+        Unsupported: an implementation cannot run on this device or with these sizes; the message gives the reason.
     """
     sorts = None if grouped == _KERNEL else "xla"
     if routing is None:
@@ -79,7 +81,7 @@ def mixture_of_experts(
         run_experts = partial(_run_sorted, implementation=grouped, sorts=sorts)
     else:
         few = chosen.size <= mixture.experts and not is_fixed()
-        run_experts = _run_gathered if few else _run_all
+        run_experts = partial(_run_gathered, implementation=gathered) if few else _run_all
     out = run_experts(params, rows, chosen, weights, activate_rows)
     return project(params["latent_out"], out) if "latent_out" in params else out
 
@@ -94,28 +96,38 @@ def grouped_for(
     """Returns the `grouped` argument of `mixture_of_experts` for a family of implementations.
 
     The result is our kernel if the family is ours and the kernel supports these sizes; if it does not, a fallback is
-    recorded. The result is `None` for few tokens whose experts are small, since plain products are faster there,
-    unless the order of sums is fixed. Experts in 4 bits, which XLA widens slowly, run on the kernel if it takes them.
+    recorded. The result is `None` for a few tokens, for which `gathered_matmul` is faster, unless the order of sums is
+    fixed.
     """
     if implementation != _KERNEL:
         return None
-    rows, up, down = tokens * mixture.top_k, params["experts_up"], params["experts_down"]
-    per_expert = (math.prod(up.shape) + math.prod(down.shape)) // mixture.experts
-    is_small = rows <= mixture.experts and rows * per_expert < _FEW_NUMBERS
-    in_four_bits = any(
-        isinstance(weight, FewBits) and CODES[weight.code].bits == 4 for weight in (up, down)
-    )
-    if is_small and not in_four_bits and not is_fixed():
+    up, down = params["experts_up"], params["experts_down"]
+    if _suits_gathering(tokens, mixture, (up, down)) and not is_fixed():
         return None
     for weight, axis in ((up, 0), (down, 1)):
         # Experts in few bits take rows of the dtype of plain weights.
         plain = params["router"] if isinstance(weight, FewBits) else weight
-        x = jax.ShapeDtypeStruct((rows, weight.shape[2]), plain.dtype)
+        x = jax.ShapeDtypeStruct((tokens * mixture.top_k, weight.shape[2]), plain.dtype)
         refusal = why_not_kernel(weight, x, group_axis=axis)
         if refusal is not None:
             note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
             return None
     return _KERNEL
+
+
+def _suits_gathering(tokens: int, mixture: MixtureConfig, experts: Any) -> bool:  # noqa: ANN401 - weights
+    """Whether reading an expert for each token that asks for it takes less time than sorting tokens by expert."""
+    rows = tokens * mixture.top_k
+    if rows > mixture.experts:
+        return False
+    num_bytes = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(experts)
+    )
+    per_expert = num_bytes / mixture.experts
+    # As many as tokens that choose at random ask for; one token asks for no expert twice.
+    asked = mixture.experts * (1 - (1 - mixture.top_k / mixture.experts) ** tokens)
+    widening = _WIDENING if isinstance(experts[0], FewBits) else 0.0
+    return (rows - asked) * per_expert <= _SORTING_BYTES + widening * asked * per_expert
 
 
 def route(
@@ -211,9 +223,7 @@ def _run_sorted(
         inner = activate_rows(inner).astype(x.dtype)
         out = multiply(params["experts_down"], inner, group_axis=1)
         out = with_bias(out, "experts_down_bias")
-        out = out[places].astype(jnp.float32)
-        parts = [out[:, place] * weights[:, place, None] for place in range(top_k)]
-        return sum(parts[1:], parts[0]).astype(x.dtype)
+        return _weighted(out[places].astype(jnp.float32), weights).astype(x.dtype)
 
     return _in_blocks(run, max(1, _MOST_SORTED // (top_k * max(up.shape[1:]))), x, chosen, weights)
 
@@ -224,27 +234,34 @@ def _run_gathered(
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
     activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
+    *,
+    implementation: str | None,
 ) -> Float[Array, "tokens width"]:
-    """Gathers the matrices of each (token, expert) pair and multiplies them with that token only."""
-    tokens, top_k = chosen.shape
+    """Runs the experts with `gathered_matmul`: each token reads the matrices of its own experts."""
     picked = chosen.reshape(-1)
-    # The parts of experts in few bits are gathered like plain ones.
-    up = _wide(jax.tree.map(lambda part: part[picked], params["experts_up"]), x.dtype)
-    down = _wide(jax.tree.map(lambda part: part[:, picked], params["experts_down"]), x.dtype)
-    times = partial(
-        jax.lax.dot_general,
-        precision=jax.lax.Precision.HIGHEST if up.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    inner = times(up, jnp.repeat(x, top_k, axis=0), (((2,), (1,)), ((0,), (0,))))
-    if "experts_up_bias" in params:
-        inner = inner + params["experts_up_bias"][picked].astype(jnp.float32)
-    inner = activate_rows(inner).astype(x.dtype)
-    out = times(down, inner, (((2,), (1,)), ((1,), (0,))))
-    if "experts_down_bias" in params:
-        out = out + params["experts_down_bias"][picked].astype(jnp.float32)
-    out = out.reshape(tokens, top_k, -1)
-    return jnp.sum(out * weights[:, :, None], axis=1).astype(x.dtype)
+
+    def multiply(
+        name: str, x: Float[Array, "rows inner"], chosen: Int[Array, "rows count"], axis: int
+    ) -> Float[Array, "picked out"]:
+        out = gathered_matmul(
+            params[name], x, chosen, group_axis=axis, implementation=implementation
+        )
+        out = out.reshape(len(picked), -1)
+        bias = params.get(f"{name}_bias")
+        return out if bias is None else out + bias[picked].astype(jnp.float32)
+
+    inner = activate_rows(multiply("experts_up", x, chosen, 0)).astype(x.dtype)
+    out = multiply("experts_down", inner, picked[:, None], 1).reshape(*chosen.shape, -1)
+    return _weighted(out, weights).astype(x.dtype)
+
+
+def _weighted(
+    out: Float[Array, "tokens top_k width"], weights: Float[Array, "tokens top_k"]
+) -> Float[Array, "tokens width"]:
+    """Returns the weighted sum of each token's outputs, in the order of its experts."""
+    # As additions, which XLA joins; a reduction would be a kernel of its own.
+    first, *others = (out[:, place] * weights[:, place, None] for place in range(out.shape[1]))
+    return sum(others, first)
 
 
 def _run_all(
@@ -278,12 +295,6 @@ def _run_all(
         return out + project(down_bias.T, share.astype(down_bias.dtype)).astype(out.dtype)
 
     return _in_blocks(run, max(1, _MOST_INNER // (experts * inner_size)), x, picked, share)
-
-
-def _wide(
-    weight: Float[Array, "a b inner"] | FewBits, dtype: jnp.dtype
-) -> Float[Array, "a b inner"]:
-    return weight.widened(dtype) if isinstance(weight, FewBits) else weight
 
 
 def _rows(weight: Float[Array, "a b inner"] | FewBits, rows: int) -> Any:  # noqa: ANN401 - of the same type

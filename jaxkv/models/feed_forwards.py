@@ -100,6 +100,7 @@ def _run_mixture(inputs: BlockInputs) -> BlockOutput:
         activation=inputs.config.activation,
         routing=routing,
         grouped=grouped,
+        gathered=member(inputs.implementation, "gathered_matmul"),
     )
 
 

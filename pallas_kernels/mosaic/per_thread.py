@@ -2,9 +2,10 @@
 
 The code is a function of a `Threads`, of references with one axis, and of words. A *word* is 32 bits of each thread of
 a warpgroup: a `Word` where the code is emitted, an int32 array [128] where it is interpreted. Both have Python's
-operators, in two's complement; `//` and `%` take words that are not negative. Tests run the code in NumPy, where `+=`
-would change an array that other names have too, so the code says `x = x + y`. Between two calls of `sync` no thread may
-read what another one writes.
+operators, in two's complement; `//` and `%` take words that are not negative. A *number* is a word with the bits of a
+float32, which the methods of `Threads` compute with. Tests run the code in NumPy, where `+=` would change an array that
+other names have too, so the code says `x = x + y`. Between two calls of `sync` no thread may read what another one
+writes.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic.dialects import Value, arith, constant, i32, inline, ir, llvm, scf, utils
+from pallas_kernels.formats.few_bits import CODES, FewBits
+from pallas_kernels.mosaic.dialects import (
+    Value,
+    arith,
+    constant,
+    i32,
+    inline,
+    ir,
+    llvm,
+    scf,
+    utils,
+    vector,
+)
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
@@ -25,6 +38,12 @@ from pallas_kernels.mosaic.warps import WARPS
 LANES = 32
 THREADS = WARPS * LANES
 """Threads that run the code: one warpgroup, which is the whole block."""
+
+BITS = {"bfloat16": 16, "float16": 16} | {name: code.bits for name, code in CODES.items()}
+"""Bits of the numbers that words hold, by their dtype or their name in `CODES`."""
+
+WORDS = 4
+"""Words that a thread loads at once, 16 bytes."""
 
 _ALL_LANES = "0xffffffff"
 # Operands: $0 the sum, $1 this lane's number. Lanes that have no lower neighbour at this distance keep theirs.
@@ -35,6 +54,44 @@ _ADD_LOWER = """{{
     mov.b32 $0, $1;
     @is_there add.s32 $0, $0, other;
 }}"""
+
+# Operands: $0 the sum of two lanes' numbers, $1 this lane's number.
+_ADD_OTHER = """{{
+    .reg .b32 other;
+    shfl.sync.bfly.b32 other, $1, {distance}, 0x1f, {lanes};
+    add.rn.f32 $0, $1, other;
+}}"""
+# MLIR's name of a type -> what makes $0, a float32, of the low bits of $1.
+_AS_NUMBER = {
+    "f32": "mov.b32 $0, $1;",
+    "bf16": "shl.b32 $0, $1, 16;",
+    "f16": "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, low; }",
+    # 2**(code - 127), a subnormal number for 0, and NaN for 255.
+    "f8E8M0FNU": """{ .reg .pred is_nan; .reg .b32 bits;
+        shl.b32 bits, $1, 23; max.u32 bits, bits, 0x00400000;
+        setp.eq.u32 is_nan, $1, 255; selp.b32 $0, 0x7fc00000, bits, is_nan; }""",
+    "i8": "cvt.rn.f32.u32 $0, $1;",
+}
+# Two equal float16 numbers each: 1024 + 128, 1024 + 8, and 2**14.
+_BASES = {"int8": "0x64806480", "int4": "0x64086408", "float4_e2m1fn": "0x74007400"}
+# What makes pairs of float16, p0 and p1, of a word: of its first two numbers and of the other two.
+_AS_PAIRS = {
+    "float16": "mov.b32 p0, {word};",
+    "float8_e4m3fn": """.reg .b16 low, high; mov.b32 {{low, high}}, {word};
+        cvt.rn.f16x2.e4m3x2 p0, low; cvt.rn.f16x2.e4m3x2 p1, high;""",
+    # 1024 + 128 + x has x with its sign bit flipped as its low byte.
+    "int8": """.reg .b32 turned; xor.b32 turned, {word}, 0x80808080;
+        prmt.b32 p0, turned, 0x64646464, 0x4140; sub.rn.f16x2 p0, p0, base;
+        prmt.b32 p1, turned, 0x64646464, 0x4342; sub.rn.f16x2 p1, p1, base;""",
+}
+# What makes one of the codes of 4 bits at {shift} and, in the upper half of the word, at {shift} + 16.
+_AS_PAIR = {
+    "int4": """shr.u32 t, {word}, {shift}; lop3.b32 p{at}, t, 0x000f000f, 0x64006400, 0xea;
+        sub.rn.f16x2 p{at}, p{at}, base;""",
+    "float4_e2m1fn": """shr.u32 t, {word}, {shift}; shl.b32 p{at}, t, 9; shl.b32 t, t, 12;
+        and.b32 p{at}, p{at}, 0x0e000e00; lop3.b32 p{at}, t, 0x80008000, p{at}, 0xea;
+        mul.rn.f16x2 p{at}, p{at}, base;""",
+}
 
 
 def thread_kernel(
@@ -90,7 +147,8 @@ def run_threads(
 
     Args:
         code: the code of a thread.
-        refs: references to int32 or float32 of one axis, in global or shared memory. Their bits are loaded and stored.
+        refs: references of one axis, in global or shared memory, to int32 or float32, whose bits are loaded and stored.
+            Those that `load_words` and `load_number` read may have other dtypes.
         scalars: int32 numbers, words that are equal for all threads.
         interpret: whether the interpreter runs this.
     """
@@ -135,6 +193,30 @@ class Threads(ABC):
     @abstractmethod
     def store(self, ref: Ref, place: Any, word: Any, *, where: Any = None) -> None:  # noqa: ANN401 - words
         """Stores bits at a place; where the condition does not hold, nothing happens at any place."""
+
+    @abstractmethod
+    def load_words(self, ref: Ref, place: Any) -> list[Any]:  # noqa: ANN401 - a word
+        """Returns `WORDS` adjacent words of a reference to any dtype, from a multiple of `WORDS` words on."""
+
+    @abstractmethod
+    def load_number(self, ref: Ref, place: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns as a number the element at a place: a float of 32 or 16 bits, an e8m0 or a uint8."""
+
+    @abstractmethod
+    def numbers(self, word: Any, kind: str) -> list[Any]:  # noqa: ANN401 - a word
+        """Returns the numbers that a word holds, of a kind in `BITS`; those of int4 are its codes - 8."""
+
+    @abstractmethod
+    def dot(self, total: Any, word: Any, others: Sequence[Any], kind: str) -> Any:  # noqa: ANN401 - words
+        """Returns the number `total` and the products of the numbers of a word with others, added in their order."""
+
+    @abstractmethod
+    def multiply_add(self, one: Any, other: Any, total: Any) -> Any:  # noqa: ANN401 - numbers
+        """Returns the number `one * other + total`, rounded once where it is emitted."""
+
+    @abstractmethod
+    def total_of_warp(self, number: Any) -> Any:  # noqa: ANN401 - a number
+        """Returns the sum of the numbers of the warp's threads, the same bits in each."""
 
     @abstractmethod
     def set_bits(self, ref: Ref, place: Any, bits: Any) -> None:  # noqa: ANN401 - words
@@ -263,6 +345,43 @@ class _Emitted(Threads):
             llvm.store(_value(word), _address(ref, place))
             scf.yield_([])
 
+    def load_words(self, ref: Value, place: Word) -> list[Word]:
+        words = llvm.load(ir.VectorType.get((WORDS,), i32()), _address(ref, place))
+        return [Word(vector.extract(words, [], [part])) for part in range(WORDS)]
+
+    def load_number(self, ref: Value, place: Word) -> Word:
+        element = ir.MemRefType(ref.type).element_type
+        bits = ir.IntegerType.get_signless(utils.bitwidth(element))
+        address = utils.getelementptr(utils.memref_ptr(ref), [place.value], bits)
+        value = llvm.load(bits, address)
+        if utils.bitwidth(element) < 32:
+            value = arith.extui(i32(), value)
+        return Word(llvm.inline_asm(i32(), [value], _AS_NUMBER[str(element)], "=r,r"))
+
+    def numbers(self, word: Word, kind: str) -> list[Word]:
+        count = 32 // BITS[kind]
+        moves = "".join(f"mov.b32 ${at}, n{at}; " for at in range(count))
+        text = f"{{ {_unpacked(f'${count}', kind)} {moves} }}"
+        pieces = llvm.StructType.get_literal([i32()] * count)
+        found = llvm.inline_asm(pieces, [word.value], text, ",".join(["=r"] * count + ["r"]))
+        return [Word(llvm.extractvalue(i32(), found, [at])) for at in range(count)]
+
+    def dot(self, total: Word, word: Word, others: Sequence[Word], kind: str) -> Word:
+        adds = [f"fma.rn.f32 sum, n{at}, ${at + 3}, sum;" for at in range(32 // BITS[kind])]
+        text = f"{{ .reg .f32 sum; mov.b32 sum, $1; {_unpacked('$2', kind)} {' '.join(adds)} "
+        operands = [total.value, word.value, *(other.value for other in others)]
+        constraints = ",".join(["=r"] + ["r"] * len(operands))
+        return Word(llvm.inline_asm(i32(), operands, text + "mov.b32 $0, sum; }", constraints))
+
+    def multiply_add(self, one: Word, other: Word, total: Word) -> Word:
+        operands = [one.value, other.value, total.value]
+        return Word(llvm.inline_asm(i32(), operands, "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+    def total_of_warp(self, number: Word) -> Word:
+        for distance in (16, 8, 4, 2, 1):
+            number = _assembled(_ADD_OTHER.format(distance=distance, lanes=_ALL_LANES), number)
+        return number
+
     def set_bits(self, ref: Value, place: Word, bits: Word) -> None:
         address = llvm.ptrtoint(i32(), _address(ref, place))
         llvm.inline_asm(
@@ -295,6 +414,26 @@ class _Emitted(Threads):
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"), [], "bar.sync 0;", "~{memory}", has_side_effects=True
         )
+
+
+def _unpacked(word: str, kind: str) -> str:
+    """Returns PTX that makes float32 numbers n0, n1, ... of an operand that holds numbers of a kind."""
+    count = 32 // BITS[kind]
+    text = f".reg .b32 {', '.join(f'n{at}' for at in range(count))}; "
+    if kind == "bfloat16":
+        return f"{text} shl.b32 n0, {word}, 16; and.b32 n1, {word}, 0xffff0000;"
+    pairs = range(count // 2)
+    text += f".reg .b32 t, base, {', '.join(f'p{at}' for at in pairs)}; .reg .b16 a, b; "
+    text += f"mov.b32 base, {_BASES.get(kind, 0)}; "
+    if kind in _AS_PAIRS:
+        text += _AS_PAIRS[kind].format(word=word)
+        places = [(2 * at, 2 * at + 1) for at in pairs]
+    else:
+        text += " ".join(_AS_PAIR[kind].format(word=word, at=at, shift=4 * at) for at in pairs)
+        places = [(at, at + count // 2) for at in pairs]
+    for at, (one, other) in zip(pairs, places, strict=True):
+        text += f" mov.b32 {{a, b}}, p{at}; cvt.f32.f16 n{one}, a; cvt.f32.f16 n{other}, b;"
+    return text
 
 
 def _assembled(text: str, word: Word) -> Word:
@@ -338,6 +477,28 @@ class _Interpreted(Threads):
 
         lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), store_one, None)
 
+    def load_words(self, ref: Ref, place: Array) -> list[Array]:
+        words = as_words(ref[...])
+        return [words[place + part] for part in range(WORDS)]
+
+    def load_number(self, ref: Ref, place: Array) -> Array:
+        return _bits(ref[...][place].astype(jnp.float32))
+
+    def numbers(self, word: Array, kind: str) -> list[Array]:
+        return [_bits(number) for number in numbers_of(word, kind)]
+
+    def dot(self, total: Array, word: Array, others: Sequence[Array], kind: str) -> Array:
+        for number, other in zip(self.numbers(word, kind), others, strict=True):
+            total = self.multiply_add(number, other, total)
+        return total
+
+    def multiply_add(self, one: Array, other: Array, total: Array) -> Array:
+        return _bits(_float(one) * _float(other) + _float(total))
+
+    def total_of_warp(self, number: Array) -> Array:
+        totals = jnp.sum(_float(number).reshape(WARPS, LANES), axis=1)
+        return _bits(jnp.repeat(totals, LANES))
+
     def set_bits(self, ref: Ref, place: Array, bits: Array) -> None:
         def set_one(thread: Array, carry: None) -> None:
             assign(ref, place[thread], ref[place[thread]] | bits[thread])
@@ -364,3 +525,26 @@ class _Interpreted(Threads):
 
     def sync(self) -> None:
         pass
+
+
+def as_words(array: Array) -> Array:
+    """Returns the bits of an array of one axis, whose size is whole words, as int32."""
+    return lax.bitcast_convert_type(array.reshape(-1, 4 // array.dtype.itemsize), jnp.int32)
+
+
+def numbers_of(words: Array, kind: str) -> list[Array]:
+    """Returns the float32 numbers that words hold, first to last; see `Threads.numbers`."""
+    if kind not in CODES:
+        halves = lax.bitcast_convert_type(words, jnp.dtype(kind))
+        return list(halves.astype(jnp.float32).T)
+    codes = lax.bitcast_convert_type(words, CODES[kind].stored)
+    scales = jnp.ones((len(words), 1), jnp.float32)
+    return list(FewBits(codes, scales, None, None, kind).numbers().T)
+
+
+def _float(word: Array) -> Array:
+    return lax.bitcast_convert_type(word, jnp.float32)
+
+
+def _bits(number: Array) -> Array:
+    return lax.bitcast_convert_type(number, jnp.int32)

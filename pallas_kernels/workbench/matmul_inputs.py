@@ -1,4 +1,4 @@
-"""Benchmark inputs of `skinny_matmul`: one copy of the weight per call, and the reference's result."""
+"""Benchmark inputs of `skinny_matmul`, with the reference's result, and of `gathered_matmul`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,6 +21,15 @@ def repeat_weights(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[d
     weight = arrays.pop("weight")
     copies = max(2, min(copies, _MOST_BYTES // weight.nbytes))
     return arrays, [{"weight": jnp.copy(weight)} for _ in range(copies)]
+
+
+def repeat_choices(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dict]]:
+    """Returns shared and per-call arrays of `gathered_matmul`; each call chooses other matrices of one weight."""
+    arrays = {
+        name: jnp.asarray(value) for name, value in inputs.items() if isinstance(value, np.ndarray)
+    }
+    chosen, groups = arrays.pop("chosen"), inputs["weight"].shape[inputs["group_axis"]]
+    return arrays, [{"chosen": (chosen + copy) % groups} for copy in range(copies)]
 
 
 def answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:

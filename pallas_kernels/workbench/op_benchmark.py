@@ -287,6 +287,9 @@ KINDS = {
     "page_write": Kind(_shift_slots, _written, pool="pages", exact=True),
     "rotary_write": Kind(_shift_slots, _rotated_and_written, pool="pages"),
     "skinny_matmul": Kind(matmul_inputs.repeat_weights, matmul_inputs.answer),
+    "gathered_matmul": Kind(
+        matmul_inputs.repeat_choices, partial(selection_inputs.choices, "gathered_matmul")
+    ),
 } | {
     op: Kind(state_inputs.repeat_states, partial(state_inputs.answer, op), pool="states")
     for op in ("causal_conv", "ssd_scan", "ssd_update", "delta_scan", "delta_update")

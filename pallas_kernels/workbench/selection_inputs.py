@@ -61,11 +61,12 @@ def repeat_choices(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[d
 
 
 def choices(op: str, inputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Returns the reference's results of `row_topk` or `group_rows`."""
+    """Returns the reference's results of an op that chooses, or of `gathered_matmul`."""
     reference = getattr(import_module(f"pallas_kernels.{op}.reference"), op)
     arrays = {name: jnp.asarray(v) for name, v in inputs.items() if isinstance(v, np.ndarray)}
     options = {name: value for name, value in inputs.items() if name not in arrays}
-    return [np.asarray(part) for part in jax.jit(partial(reference, **options))(**arrays)]
+    parts = jax.tree.leaves(jax.jit(partial(reference, **options))(**arrays))
+    return [np.asarray(part) for part in parts]
 
 
 def sparse_answer(inputs: Mapping[str, Any]) -> list[np.ndarray]:

@@ -41,14 +41,15 @@ def measure(op, case, dtype="float32", chosen=("xla",)):
 
 # Of attention, of a product and of a scan; the others are prepared and compared alike.
 NARROW = ("paged_attention", "skinny_matmul", "ssd_scan")
-# A small update is prepared as a scan is, and ops of the other family as these.
-ALIKE = ("delta_scan", "delta_update", "ssd_scan")
+# A small update is prepared as a scan is, and ops of the other family as these. Ops with a peer are timed beside it.
+ALIKE = ("delta_scan", "delta_update", "ssd_scan", *WITH_PEER)
 TIMED = [
     pytest.param(
         op,
         dtype,
         marks=[pytest.mark.slow]
-        * (op in ALIKE or (dtype == "bfloat16" and op not in ("paged_attention", "skinny_matmul"))),
+        * (op in ALIKE or dtype == "bfloat16")
+        * ((op, dtype) != ("paged_attention", "bfloat16")),
     )
     for op in OPS
     for dtype in ("float32", "bfloat16")
@@ -202,6 +203,10 @@ def test_calls_of_a_launch_use_memory_of_their_own(op):
         name = whole[op]
         places = {own[name].unsafe_buffer_pointer() for own in bench.own}
         assert len(places) == 4
+        return
+    if op == "gathered_matmul":
+        # Of one weight, since no call reads all of it.
+        assert len({np.asarray(own["chosen"]).tobytes() for own in bench.own}) == 4
         return
     pools = ("latent_pages", "index_pages", "k_pages")
     pool = next(name for name in pools if name in bench.inputs)

@@ -13,6 +13,7 @@ from jaxkv.layers.mixture import grouped_for, mixture_of_experts
 from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats.few_bits import CODES, FewBits
+from pallas_kernels.gathered_matmul import mosaic_gpu as gathered_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from tests.layers.jaxprs import equations
 from tests.layers.test_mixture import CASES, TOKENS, by_hand, drawn
@@ -101,14 +102,16 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     before = sum(fallbacks().values())
     assert chosen("mosaic_gpu") == "mosaic_gpu"
     assert [chosen(name) for name in ("xla", "cudnn", None)] == [None] * 3
-    # Three tokens ask six small experts: that is read sooner than rows are sorted.
+    # Three tokens ask for four of six experts, some of them twice: small ones are read sooner than rows are sorted.
     assert chosen("mosaic_gpu", tokens=3) is None
     assert chosen("mosaic_gpu", tokens=3, size=2**17) == "mosaic_gpu"
     with fixed_order():
         assert chosen("mosaic_gpu", tokens=3) == "mosaic_gpu"
-    # XLA is slow to widen 4 bits, however few experts are asked.
-    assert chosen("mosaic_gpu", tokens=3, code="float8_e4m3fn") is None
-    assert chosen("mosaic_gpu", tokens=3, code="float4_e2m1fn") == "mosaic_gpu"
+    # One token asks for no expert twice.
+    assert chosen("mosaic_gpu", tokens=1, size=2**17) is None
+    # Two tokens ask for 100 MB twice, or for as many bytes of codes, which the products of sorted rows widen slowly.
+    assert chosen("mosaic_gpu", tokens=2, size=2**17) == "mosaic_gpu"
+    assert chosen("mosaic_gpu", tokens=2, size=2**18, code="float8_e4m3fn") is None
     assert sum(fallbacks().values()) == before
     assert chosen("mosaic_gpu", size=60) is None
     assert chosen("mosaic_gpu", dtype=jnp.float32) is None
@@ -116,8 +119,11 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 9, 40, 300])
-def test_the_kernel_says_what_the_experts_say(tokens):
+@pytest.mark.parametrize(
+    ("kernel", "tokens"),
+    [("gathered", 1), ("gathered", 4), *(("grouped", tokens) for tokens in (1, 9, 40, 300))],
+)
+def test_the_kernel_says_what_the_experts_say(kernel, tokens):
     """With windows of 16, 32 and 128 rows, a token beside broken ones, whose rows lie elsewhere, keeps its bits."""
     mixture = MixtureConfig(experts=16, top_k=4, size=192, gated=True)
     draw = np.random.default_rng(3)
@@ -127,9 +133,8 @@ def test_the_kernel_says_what_the_experts_say(tokens):
         for name, shape in shapes.items()
     }
     x = jnp.asarray(draw.normal(size=(tokens, 128)), jnp.bfloat16)
-    run = jax.jit(
-        partial(mixture_of_experts, mixture=mixture, activation="silu", grouped="mosaic_gpu")
-    )
+    options = {"mixture": mixture, "activation": "silu", kernel: "mosaic_gpu"}
+    run = jax.jit(partial(mixture_of_experts, **options))
     got = np.asarray(run(params, x), np.float64)
     wanted = by_hand(params, np.asarray(x, np.float32), mixture)
     assert np.max(np.abs(got - wanted)) < 0.02 * np.max(np.abs(wanted))
@@ -161,19 +166,23 @@ def test_in_the_fixed_order_a_token_has_the_bits_that_it_has_alone():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Lets the kernel run where there is no GPU."""
-    run = partial(mosaic_gpu.grouped_matmul, interpret=True)
-    monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
-    monkeypatch.setattr(mosaic_gpu, "grouped_matmul", run)
+    """Lets the kernels run where there is no GPU."""
+    for module, name in ((mosaic_gpu, "grouped_matmul"), (gathered_gpu, "gathered_matmul")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
+        monkeypatch.setattr(module, "why_not", module.refusal)
 
 
+# The kernel is interpreted in tests/pallas_kernels/grouped_matmul, what surrounds it is compared above, and the family
+# is that of Transformers in tests/models/families/test_hybrid_parity.py.
+@pytest.mark.slow
 @pytest.mark.torch
-def test_qwen3_next_through_the_interpreted_kernel_equals_hugging_face(interpreted):
+@pytest.mark.parametrize(("kernel", "tokens"), [("grouped", 7), ("gathered", 3)])
+def test_qwen3_next_through_the_interpreted_kernel_equals_hugging_face(interpreted, kernel, tokens):
     import torch
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-    hidden, experts, size, tokens = 64, 6, 64, 7
+    hidden, experts, size = 64, 6, 64
     config = Qwen3NextConfig(
         hidden_size=hidden,
         num_experts=experts,
@@ -205,7 +214,7 @@ def test_qwen3_next_through_the_interpreted_kernel_equals_hugging_face(interpret
         jnp.asarray(x.numpy(), jnp.bfloat16),
         mixture=mixture,
         activation="silu",
-        grouped="mosaic_gpu",
+        **{kernel: "mosaic_gpu"},
     )
     assert got.dtype == jnp.bfloat16
     error = np.max(np.abs(np.asarray(got, np.float64) - wanted))

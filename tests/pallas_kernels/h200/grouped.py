@@ -1,4 +1,4 @@
-"""`grouped_matmul`, as kernels.py compiles it for an H200."""
+"""`grouped_matmul` and `gathered_matmul`, as kernels.py compiles them for an H200."""
 
 
 def programs():
@@ -8,6 +8,7 @@ def programs():
 
     from pallas_kernels.fixed_order import fixed_order
     from pallas_kernels.formats.few_bits import CODES, FewBits
+    from pallas_kernels.gathered_matmul import mosaic_gpu as gathered_matmul
     from pallas_kernels.grouped_matmul import mosaic_gpu
     from pallas_kernels.grouped_matmul.cases import CASES
     from tests.pallas_kernels.few_bits import KINDS
@@ -50,6 +51,17 @@ def programs():
 
         return run_in_order, arguments
 
+    def gathered(kind):
+        name = "qwen3-next-up-t8"
+        _, (_, weight, _) = in_few_bits(name, kind) if kind in KINDS else multiply(name)
+        x = jax.ShapeDtypeStruct((8, weight.shape[-1]), jnp.bfloat16)
+        chosen = jax.ShapeDtypeStruct((8, 10), jnp.int32)
+
+        def run(x, weight, chosen):
+            return [gathered_matmul.gathered_matmul(weight, x, chosen + n) for n in range(5)]
+
+        return run, (x, weight, chosen)
+
     names = ["qwen3-next-up-t8", "gpt-oss-up-t8", "gpt-oss-down-t2048"]
     kinds = {
         "gpt-oss-up-t8": ("mxfp4",),
@@ -61,4 +73,8 @@ def programs():
         f"{name} {kind}": in_few_bits(name, kind) for name, many in kinds.items() for kind in many
     }
     ordered = {f"{name} in a fixed order": in_fixed_order(name) for name in names[2:]}
-    return {name: multiply(name) for name in names} | few | ordered
+    apart = {
+        f"gathered {kind}": gathered(kind)
+        for kind in ("16 bits", "e4m3 by 128", "int8 by 32", "int4 by 64, zeros", "mxfp4")
+    }
+    return {name: multiply(name) for name in names} | few | ordered | apart

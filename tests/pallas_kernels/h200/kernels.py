@@ -32,7 +32,7 @@ MODULES = {
 FEW = {
     "choices": ("index_topk", "row_topk and group_rows"),
     "decode": ("batch 64",),
-    "grouped": ("gpt-oss-up-t8", "gpt-oss-down-t2048"),
+    "grouped": ("gpt-oss-up-t8", "gpt-oss-down-t2048", "gathered e4m3 by 128"),
     # Of pages of 8 bits, the same kernel reads what XLA has unpacked.
     "ragged": ("llama",),
     "skinny": (

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.skipif(
 )
 PROGRAMS = {
     "few": {
-        **{"choices": 2, "decode": 1, "grouped": 2, "ragged": 1},
+        **{"choices": 2, "decode": 1, "grouped": 3, "ragged": 1},
         **{"skinny": 5, "states": 5, "sums": 2, "writes": 6},
     },
     "rest": {
-        **{"choices": 4, "decode": 6, "grouped": 8, "ragged": 3},
+        **{"choices": 4, "decode": 6, "grouped": 12, "ragged": 3},
         **{"skinny": 23, "states": 5, "sums": 5, "writes": 3},
     },
 }

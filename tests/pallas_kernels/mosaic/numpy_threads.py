@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic.per_thread import LANES, THREADS, Threads
+from pallas_kernels.mosaic.per_thread import LANES, THREADS, WORDS, Threads, numbers_of
 from pallas_kernels.mosaic.warps import WARPS
 
 _NONE, _SEVERAL = -1, -2
@@ -47,7 +48,7 @@ class _Uses:
 
 
 class NumpyThreads(Threads):
-    """References are arrays of one axis with 32 bits an element.
+    """References are arrays of one axis, with 32 bits an element unless they are only read.
 
     A place that is not there is an error, and so is a race between threads.
     """
@@ -80,6 +81,32 @@ class NumpyThreads(Threads):
         wanted = np.broadcast_to(True if where is None else where, THREADS)
         self._note(ref, "writers", place[wanted], self.number[wanted], alone=True)
         ref.view(np.int32)[place[wanted]] = np.broadcast_to(np.int32(word), THREADS)[wanted]
+
+    def load_words(self, ref, place):
+        assert (place % WORDS == 0).all(), "words that do not begin where four do"
+        words = ref.view(np.int32)
+        self._note(words, "readers", place, self.number)
+        return [words[place + part] for part in range(WORDS)]
+
+    def load_number(self, ref, place):
+        assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
+        return ref[place].astype(np.float32).view(np.int32)
+
+    def numbers(self, word, kind):
+        return [np.asarray(number).view(np.int32) for number in numbers_of(jnp.asarray(word), kind)]
+
+    def dot(self, total, word, others, kind):
+        for number, other in zip(self.numbers(word, kind), others, strict=True):
+            total = self.multiply_add(number, other, total)
+        return total
+
+    def multiply_add(self, one, other, total):
+        one, other, total = (word.view(np.float32) for word in (one, other, total))
+        return (one * other + total).view(np.int32)
+
+    def total_of_warp(self, number):
+        totals = number.view(np.float32).reshape(WARPS, LANES).sum(axis=1)
+        return np.repeat(totals, LANES).view(np.int32)
 
     def set_bits(self, ref, place, bits):
         self._note(ref, "setters", place, self.number)

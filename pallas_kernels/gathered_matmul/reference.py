@@ -1,0 +1,26 @@
+"""Reference of `gathered_matmul`: each row times each matrix that it chooses, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from pallas_kernels.formats.few_bits import FewBits
+
+
+def gathered_matmul(
+    weight: Shaped[Array, "some others inner"] | FewBits,
+    x: Float[Array, "rows inner"],
+    chosen: Int32[Array, "rows count"],
+    *,
+    group_axis: int = 0,
+) -> Float32[Array, "rows count out"]:
+    """Implements `api.gathered_matmul`."""
+    each = jnp.broadcast_to(x[:, None].astype(jnp.float32), (*chosen.shape, x.shape[1]))
+    if isinstance(weight, FewBits):
+        if weight.order is not None:
+            groups = weight.shape[group_axis]
+            orders = jnp.broadcast_to(weight.order, (groups, x.shape[1]))
+            each = jnp.take_along_axis(each, orders[chosen], axis=2)
+        weight = weight.widened()
+    matrices = jnp.moveaxis(weight, group_axis, 0)[chosen].astype(jnp.float32)
+    return jnp.einsum("rci,rcoi->rco", each, matrices, precision=jax.lax.Precision.HIGHEST)

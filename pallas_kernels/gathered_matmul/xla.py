@@ -1,0 +1,32 @@
+"""`gathered_matmul` in plain XLA, for any sizes and floating dtypes."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from pallas_kernels.formats.few_bits import FewBits
+
+
+def gathered_matmul(
+    weight: Shaped[Array, "some others inner"] | FewBits,
+    x: Float[Array, "rows inner"],
+    chosen: Int32[Array, "rows count"],
+    *,
+    group_axis: int = 0,
+) -> Float32[Array, "pairs out"]:
+    """Implements `api.gathered_matmul`; a weight in few bits is rounded to x's dtype.
+
+    XLA joins gather, widening and product into one kernel. float32 inputs are multiplied at the highest precision: on
+    NVIDIA GPUs the default would round them to TF32.
+    """
+    ids = chosen.reshape(-1)
+    # The parts of a weight in few bits are gathered like a plain one.
+    picked = jax.tree.map(lambda part: jnp.take(part, ids, axis=group_axis, mode="clip"), weight)
+    matrices = picked.widened(x.dtype) if isinstance(picked, FewBits) else picked
+    return jax.lax.dot_general(
+        matrices,
+        jnp.repeat(x, chosen.shape[1], axis=0),
+        (((2,), (1,)), ((group_axis,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,219 @@
+"""`gathered_matmul`: each row times the matrices that it chooses, of every form; its kernel's code in NumPy too."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import gathered_matmul
+from pallas_kernels.dispatch import Unsupported, fallbacks
+from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.gathered_matmul import mosaic_gpu
+from pallas_kernels.gathered_matmul.cases import CASES
+from tests.pallas_kernels.contract import cases, implementations
+from tests.pallas_kernels.few_bits import KINDS, drawn, exact
+from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
+
+# (rows, choices, groups, columns of the result, axis of the groups)
+SHAPES = ((2, 3, 5, 37, 0), (4, 1, 3, 8, 1))
+
+
+def by_hand(weight, x, chosen, axis):
+    """Returns the results in float64."""
+    wide = exact(weight) if isinstance(weight, FewBits) else weight.astype(np.float64)
+    matrices = np.moveaxis(wide, axis, 0)[chosen]
+    return np.einsum("ri,rcoi->rco", x.astype(np.float64), matrices)
+
+
+def made(kind, inner, shape, dtype="bfloat16", seed=0):
+    """Returns a weight of a kind, or of x's dtype for `None`, with x and choices."""
+    rows, count, groups, out, axis = shape
+    rng = np.random.default_rng(seed)
+    lead = (groups, out) if axis == 0 else (out, groups)
+    if kind is None:
+        weight = (rng.normal(size=(*lead, inner)) * inner**-0.5).astype(np.dtype(dtype))
+    else:
+        weight = drawn(kind, lead, inner, seed=seed, hostile=True)
+    x = rng.normal(size=(rows, inner)).astype(np.dtype(dtype))
+    chosen = rng.integers(0, groups, (rows, count)).astype(np.int32)
+    return weight, x, chosen
+
+
+def assert_near(got, wanted, tolerance):
+    assert got.dtype == jnp.float32
+    error = np.abs(np.asarray(got, np.float64) - wanted)
+    assert (error <= tolerance * (np.abs(wanted).max() + 1e-30)).all()
+
+
+@implementations("xla", "mosaic_gpu")
+@cases(CASES)
+def test_each_row_meets_the_matrices_that_it_chooses(implementation, case):
+    inputs = case.inputs()
+    if implementation == "mosaic_gpu" and mosaic_gpu.refusal(**inputs) is not None:
+        pytest.skip("the kernel does not take these sizes")
+    got = gathered_matmul(**inputs, implementation=implementation)
+    wanted = by_hand(inputs["weight"], inputs["x"], inputs["chosen"], inputs["group_axis"])
+    assert_near(got, wanted, 1e-5) if case.rows else np.testing.assert_array_equal(got, wanted)
+
+
+@implementations("xla", "mosaic_gpu")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_few_bits_are_those_of_their_format(implementation, kind):
+    """XLA rounds them to x's dtype."""
+    for shape in SHAPES:
+        weight, x, chosen = made(kind, 256, shape)
+        got = gathered_matmul(
+            weight, x, chosen, group_axis=shape[-1], implementation=implementation
+        )
+        tolerance = 1e-5 if implementation == "mosaic_gpu" else 0.01
+        assert_near(got, by_hand(weight, x, chosen, shape[-1]), tolerance)
+
+
+@implementations("xla", "mosaic_gpu")
+@pytest.mark.parametrize("orders", [1, 5])
+def test_columns_in_an_order_of_their_own_meet_those_of_x(implementation, orders):
+    weight, x, chosen = made("int4 by 128", 256, SHAPES[0])
+    draw = np.random.default_rng(1)
+    order = np.stack([draw.permutation(256) for _ in range(orders)]).astype(np.int32)
+    each = np.broadcast_to(order, (5, 256))
+    wanted = np.stack(
+        [
+            [by_hand(weight, row[None, each[group]], np.array([[group]]), 0)[0, 0] for group in own]
+            for row, own in zip(x, chosen, strict=True)
+        ]
+    )
+    weight = replace(weight, order=order[0] if orders == 1 else order)
+    assert_near(gathered_matmul(weight, x, chosen, implementation=implementation), wanted, 0.01)
+
+
+def in_numpy(weight, x, chosen, axis):
+    """Runs the kernel's code for each of its blocks."""
+    geometry = mosaic_gpu.Geometry.of(weight, x, chosen, group_axis=axis)
+    assert geometry.refusal() is None
+    pairs = chosen.size
+    out = np.full(pairs * geometry.out, np.nan, np.float32)
+    parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves(weight)]
+    tasks = pairs * -(-geometry.out // geometry.columns)
+    for block in range(-(-tasks // 4)):
+        mosaic_gpu._multiply(
+            NumpyThreads(),
+            x.reshape(-1),
+            chosen.reshape(-1),
+            *parts,
+            out,
+            np.full(128, block, np.int32),
+            geometry=geometry,
+        )
+    return jnp.asarray(out.reshape(*chosen.shape, geometry.out))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_the_kernels_code_multiplies_weights_of_every_form(kind, dtype):
+    """Rows of 160 to 1280 bytes: a lane has no piece, one, or several; some warps have columns that are not there."""
+    for inner, shape in ((640, SHAPES[0]), (1280, SHAPES[1])):
+        if kind is not None and inner % (KINDS[kind][1] or 1):
+            continue
+        weight, x, chosen = made(kind, inner, shape, dtype)
+        wanted = by_hand(weight, x, chosen, shape[-1])
+        assert_near(in_numpy(weight, x, chosen, shape[-1]), wanted, 1e-5)
+
+
+# The test above has the code for every form.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "int4 by 128, zeros",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (None, "e4m3 by 128", "mxfp4")),
+    ],
+)
+def test_interpreted_the_kernel_does_the_same_without_a_race(kind, races):
+    weight, x, chosen = made(kind, 256, SHAPES[0])
+    arrays = jax.tree.map(jnp.asarray, (weight, x, chosen))
+    got = mosaic_gpu.gathered_matmul(*arrays, interpret=True).reshape(2, 3, 37)
+    assert_near(got, by_hand(weight, x, chosen, 0), 1e-5)
+    assert not races()
+
+
+def test_matrices_that_nobody_chooses_and_other_rows_do_not_matter():
+    weight, x, _ = made(None, 128, SHAPES[0])
+    chosen = np.array([[0, 2], [2, 3]], np.int32)
+    weight[[1, 4]] = np.nan
+    whole = np.asarray(in_numpy(weight, x, chosen, 0))
+    assert np.isfinite(whole).all()
+    alone = np.asarray(in_numpy(weight, x[1:], chosen[1:], 0))
+    np.testing.assert_array_equal(alone[0], whole[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu_rows_of_many_lengths_have_the_bits_that_they_have_alone(kind, dtype):
+    for inner, shape in (
+        (2048, (9, 5, 40, 512, 0)),
+        (2880, (3, 4, 8, 202, 0)),
+        (7168, (17, 1, 5, 40, 1)),
+        (384, (2, 2, 3, 1, 1)),
+    ):
+        if kind is not None and inner % (KINDS[kind][1] or 32):
+            continue
+        weight, x, chosen = made(kind, inner, shape, dtype)
+        run = jax.jit(
+            lambda *arrays, axis=shape[-1]: gathered_matmul(
+                *arrays, group_axis=axis, implementation="mosaic_gpu"
+            )
+        )
+        got = np.asarray(run(weight, x, chosen))
+        assert_near(jnp.asarray(got), by_hand(weight, x, chosen, shape[-1]), 1e-5)
+        np.testing.assert_array_equal(run(weight, x[-1:], chosen[-1:]), got[-1:])
+
+
+def test_wrong_arguments_are_told(as_in_production):
+    weight, x, chosen = made(None, 64, SHAPES[0])
+    with pytest.raises(ValueError, match="group_axis must be 0 or 1"):
+        gathered_matmul(weight, x, chosen, group_axis=2)
+    with pytest.raises(ValueError, match="there are 5 groups, but a row chooses group 5"):
+        gathered_matmul(weight, x, np.full_like(chosen, 5))
+    with pytest.raises(ValueError, match="negative"):
+        gathered_matmul(weight, x, chosen - 9)
+    with pytest.raises(ValueError, match="must share one floating dtype, got bfloat16 and float32"):
+        gathered_matmul(weight, x.astype(np.float32), chosen)
+    with pytest.raises(ValueError, match="shape"):
+        gathered_matmul(weight, x[:, :32], chosen)
+    with pytest.raises(ValueError, match="chosen must have shape"):
+        gathered_matmul(weight, x, chosen[:1])
+    with pytest.raises(Unsupported, match="mosaic_gpu"):
+        gathered_matmul(
+            weight.astype(np.float32), x.astype(np.float32), chosen, implementation="mosaic_gpu"
+        )
+
+
+def test_sizes_that_the_kernel_does_not_take_are_no_fallback(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
+    before = dict(fallbacks())
+    for dtype, inner in ((jnp.float32, 64), (jnp.bfloat16, 60)):
+        weight, x = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((3, 8, inner), (2, inner)))
+        jax.eval_shape(gathered_matmul, weight, x, jax.ShapeDtypeStruct((2, 2), jnp.int32))
+    assert fallbacks() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"inner": 100}, "multiple of 16"),
+        ({"dtype": jnp.float32}, "bfloat16 or float16"),
+        ({"scales": 32}, "groups of columns must be multiples of 16, got 8"),
+        ({"scale": jnp.float64}, "scales must be"),
+        ({"groups": 2**15, "out": 2**15}, "at most 2147483647 words"),
+        ({"rows": 0}, "there must be rows"),
+    ],
+)
+def test_what_the_kernel_does_not_take_has_a_reason(change, reason):
+    geometry = mosaic_gpu.Geometry(
+        2, 3, 4, 8, 256, 0, jnp.bfloat16, "float8_e4m3fn", scales=2, scale=jnp.float32
+    )
+    assert geometry.refusal() is None
+    assert reason in replace(geometry, **change).refusal()
