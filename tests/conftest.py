@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import tempfile
+import time
 from pathlib import Path
 
 # The Mosaic GPU interpreter runs one host thread per warpgroup; XLA's CPU pool must be larger than the cores of
@@ -83,28 +84,36 @@ def pytest_unconfigure(config):
 _LONG = (
     "test_tensor_parallel.py",
     "test_llm.py",
-    "engine/test_h200.py",
     "replicas/test_front.py",
-    "test_generation.py",
     "pallas_kernels/skinny_matmul/test_mosaic_skinny_matmul.py",
+    "test_generation.py",
     "models/families/test_parity.py",
-    "models/families/test_hybrid_parity.py",
-    "benchmarks/test_ops.py",
+    "engine/test_h200.py",
     "pallas_kernels/h200/test_kernels.py",
-    "pallas_kernels/test_mosaic_states.py",
-    "models/test_flax_model.py",
     "models/families/test_tensor_parallel.py",
+    "pallas_kernels/test_mosaic_states.py",
     "engine/test_engine.py",
     "engine/test_saved_prefixes.py",
-    "engine/test_simulated.py",
+    "benchmarks/test_ops.py",
+    "models/families/test_hybrid_parity.py",
+    "engine/test_hybrid_reuse.py",
+    "models/test_flax_model.py",
     "structured/test_generated_text.py",
     "pallas_kernels/ragged_attention/test_mosaic_ragged_attention.py",
-    "engine/test_hybrid_reuse.py",
-    "pallas_kernels/ragged_attention/test_ragged_attention.py",
-    "torch_bridge/graphs/test_step_graphs.py",
+    "engine/test_simulated.py",
+    "pallas_kernels/grouped_matmul/test_mosaic_grouped_matmul.py",
+    "test_bundled_programs.py",
+    "serve/test_engine_program.py",
+    "pallas_kernels/delta_scan/test_delta_scan.py",
     "engine/speculation/test_draft_heads.py",
+    "weights/quantised/test_rounds_rows.py",
+    "pallas_kernels/latent_attention/test_mosaic_latent_attention.py",
+    "pallas_kernels/ragged_attention/test_ragged_attention.py",
+    "sampling/test_sample.py",
+    "torch_bridge/graphs/test_step_graphs.py",
+    "models/test_unsettled_states.py",
 )
-"""Files of 12 CPU seconds and more, the longest first, so that no process waits at the end for another's long file."""
+"""Files of 10 CPU seconds and more, the longest first, so that no process waits at the end for another's long file."""
 
 
 def pytest_collection_modifyitems(items):
@@ -144,9 +153,13 @@ _MAPS = Path("/proc/self/maps")
 def small_heap():
     """Leaves what lasts beyond a module, such as JAX's caches, out of later collections, which otherwise take seconds.
 
-    Clears those caches if compiled programs use many of the process's memory mappings.
+    Clears those caches if compiled programs use many of the process's memory mappings. A module of less than a second
+    compiles next to nothing and leaves its garbage to the next one.
     """
+    begun = time.monotonic()
     yield
+    if time.monotonic() - begun < 1:
+        return
     if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS:
         gc.unfreeze()
         jax.clear_caches()

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+from types import CellType, FunctionType
 from typing import Literal, TypeAliasType, get_args, get_origin
 
 
@@ -78,7 +79,8 @@ def _without_sizes(function, typechecker):
     from jaxtyping import TypeCheckError, config
 
     # The type of error that jaxtyping raises, which is a TypeError.
-    typed = typechecker(function, conf=BeartypeConf(violation_type=TypeCheckError))
+    conf = BeartypeConf(violation_type=TypeCheckError)
+    typed = _local(function, conf, typechecker) or typechecker(function, conf=conf)
     if typed is function:
         return function
 
@@ -91,3 +93,33 @@ def _without_sizes(function, typechecker):
     # Not the function, which would refer to itself: what a local one holds would wait for the garbage collector.
     attributes = vars(checked)
     return checked
+
+
+_WRITTEN = {}
+"""What beartype wrote for local functions, by their code and annotations."""
+
+
+def _local(function, conf, typechecker):
+    """Returns a local function with the checks that beartype wrote when it was first made, or `None` for another one.
+
+    A local function is made at each call of the one around it, and writing its checks takes longer than most calls.
+    """
+    if "<locals>" not in function.__qualname__ or hasattr(function, "__wrapped__"):
+        return None
+    key = function.__code__, tuple(function.__annotations__.items())
+    try:
+        typed = _WRITTEN.get(key)
+    except TypeError:  # an annotation has no hash
+        return None
+    if typed is None:
+        # What the first one holds must not live as long as its checks.
+        empty = tuple(CellType() for _ in function.__closure__ or ()) or None
+        bare = FunctionType(function.__code__, function.__globals__, closure=empty)
+        bare.__annotations__, bare.__qualname__ = function.__annotations__, function.__qualname__
+        typed = _WRITTEN[key] = typechecker(bare, conf=conf)
+    named = typed.__kwdefaults__ or {}
+    if "__beartype_func" not in named:
+        return None
+    made = FunctionType(typed.__code__, typed.__globals__, closure=typed.__closure__)
+    made.__kwdefaults__ = named | {"__beartype_func": function}
+    return made

@@ -106,6 +106,9 @@ def test_a_key_gives_rows_that_differ_and_the_same_key_the_same_rows(params):
     assert first == again
 
 
+# A key inside a program is in test_traced_prompts_may_have_several_samples, and that keys and seeds are data is in
+# test_lengths_ids_and_seeds_are_data.
+@pytest.mark.slow
 def test_other_seeds_and_keys_compile_nothing_inside_a_trainers_program(params):
     prompts = jnp.asarray(PROMPTS[2], jnp.int32)[None, :].repeat(3, axis=0)
 
@@ -235,6 +238,8 @@ def test_a_row_of_nan_fails_alone(params):
     np.testing.assert_array_equal(out.tokens[np.asarray([0, 2])], wanted[np.asarray([0, 2])])
 
 
+# tests/engine/test_engine.py has penalties and a bias in `generate` and in an engine; tests/sampling has their effect.
+@pytest.mark.slow
 def test_penalties_and_bias_act_from_the_prompt_on(params):
     pushed = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={11: 100.0})
     # Each occurrence costs more than the bias gives, so no token comes twice.
@@ -248,6 +253,8 @@ def test_penalties_and_bias_act_from_the_prompt_on(params):
     assert all(token not in prompt for token, prompt in zip(firsts, PROMPTS, strict=True))
 
 
+# Those of the sampler are in tests/sampling/test_sample.py; tests/test_scoring.py has bits of `generate` and a score.
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_raw_logits(params):
     wish = SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=4, logprobs=3)
     out = generate(params, MODEL, PROMPTS[:1], sampling=wish)

@@ -17,6 +17,7 @@ from jaxkv.examples import flax_nnx_model as example
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.registry import build_model
 from jaxkv.programs.manifest import compile_count
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 PROMPT = "def add("
@@ -46,7 +47,7 @@ def changed(parts):
 def make(parts, **options):
     params, model = parts
     options = {"tokenizer": default_model.path(), "cache": CACHE, "max_model_len": 64} | options
-    return LLM.from_parts(model, params, progress=False, **options)
+    return few_programs(LLM.from_parts(model, params, progress=False, **options))
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +110,10 @@ def test_the_tokenizers_end_comes_before_one_that_no_file_of_the_model_names(par
 def test_a_module_of_the_users_own_is_served_and_follows_its_training():
     module, later = (example.Transformer(nnx.Rngs(seed)) for seed in (0, 1))
     model = FlaxModel(module)
-    served = LLM.from_parts(
-        model, model.params_of(module), cache=CACHE, max_model_len=32, progress=False
+    served = few_programs(
+        LLM.from_parts(
+            model, model.params_of(module), cache=CACHE, max_model_len=32, progress=False
+        )
     )
     for number, trained in enumerate((module, later, module), start=1):
         served.update_weights(model.params_of(trained))

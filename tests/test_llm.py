@@ -95,11 +95,12 @@ def test_a_single_text_and_a_single_list_of_ids_are_lists_of_one(llm):
     assert llm.generate(PROMPTS[0], GREEDY)[0].text == llm.generate(ids, GREEDY)[0].text
 
 
-# Greedy tokens of `generate` and of the engine are both compared with those of Transformers.
+# tests/engine/test_engine.py compares the tokens of an engine with those of `generate`, drawn ones too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wish",
     [
-        pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
+        pytest.param(GREEDY, id="greedy"),
         pytest.param(
             SamplingParams(temperature=0.8, top_p=0.9, seed=-5, n=2, max_tokens=12), id="drawn"
         ),
@@ -255,7 +256,8 @@ def test_every_bit_of_a_seed_of_the_llm_changes_dummy_weights():
 def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds(one_layer):
     texts = []
     for seed in (1, -1):
-        with LLM(one_layer, max_num_seqs=2, seed=seed, max_model_len=32, progress=False) as llm:
+        options = {"max_num_seqs": 2, "max_model_len": 32, "progress": False}
+        with few_programs(LLM(one_layer, seed=seed, **options)) as llm:
             texts.append([one.token_ids for one in llm.generate([[1], [1]], max_tokens=8)])
     assert texts[0] != texts[1]
 
@@ -263,7 +265,7 @@ def test_seeds_of_the_llm_that_differ_in_their_sign_give_requests_other_seeds(on
 def test_a_seed_of_the_llm_repeats_dummy_weights_and_the_texts_of_requests_without_one(one_layer):
     texts, options = [], {"load_format": "dummy", "max_num_seqs": 2, "max_model_len": 32}
     for _ in range(2):
-        llm = LLM(one_layer, seed=5, progress=False, **options)
+        llm = few_programs(LLM(one_layer, seed=5, progress=False, **options))
         assert llm.engine.runner.owner.counts["sampling"] == 3
         texts.append([output.token_ids for output in llm.generate([[1], [1]], max_tokens=4)])
     assert texts[0] == texts[1]
@@ -414,6 +416,9 @@ def test_repeating_a_request_compiles_nothing(llm):
     assert compile_count() == before
 
 
+# A warm engine compiles nothing in tests/engine/test_engine.py, which refuses what was not declared; a strict `LLM`
+# does so in tests/test_prompt_logprobs.py.
+@pytest.mark.slow
 def test_strict_mode_refuses_what_was_not_warmed_up(one_layer):
     llm = LLM(
         one_layer,
@@ -454,6 +459,9 @@ def test_a_cache_too_small_for_one_sequence_says_so():
         )
 
 
+# Penalties of a row beside others are in tests/sampling/test_sample_promises.py, and those of a row before it in
+# test_each_prompt_has_its_own_parameters_and_old_ones_leave_no_trace.
+@pytest.mark.slow
 def test_penalised_and_plain_rows_share_steps_without_noticing(llm):
     wishes = [
         SamplingParams(temperature=0.0, repetition_penalty=1.8, min_tokens=4, max_tokens=10),
@@ -521,7 +529,10 @@ def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():
     assert llm.engine.sequence_runner.allocator.num_free("gqa") == 1
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "auto"])
+# "auto" is bfloat16 here.
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), "auto"]
+)
 def test_every_dtype_serves(dtype, one_layer):
     cache = CacheConfig(max_sequences=1)
     llm = LLM(one_layer, dtype=dtype, max_model_len=64, cache=cache, progress=False)

@@ -12,6 +12,7 @@ from jaxkv.bench.shapes import SHAPES
 from jaxkv.models.registry import build_model, rules_for
 from jaxkv.weights.load import expected_shapes
 from jaxkv.weights.quantised.weight_forms import is_few_bits
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 from tests.weights.adapter_files import save_adapter
 
@@ -27,7 +28,7 @@ def one_layer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def int4(one_layer):
-    with LLM(one_layer, quantization="int4", dtype="float32", **SMALL) as llm:
+    with few_programs(LLM(one_layer, quantization="int4", dtype="float32", **SMALL)) as llm:
         yield llm
 
 
@@ -39,7 +40,7 @@ def plain(int4):
         int4.params,
         is_leaf=is_few_bits,
     )
-    with LLM.from_parts(int4.model, meant, eos_ids=(), **SMALL) as llm:
+    with few_programs(LLM.from_parts(int4.model, meant, eos_ids=(), **SMALL)) as llm:
         yield llm
 
 
@@ -67,7 +68,7 @@ def test_generate_without_an_engine_gives_the_same_tokens(one_layer, int4):
 
 
 def test_parameters_in_memory_are_served_and_replaced_as_a_tree(int4):
-    with LLM.from_parts(int4.model, int4.params, eos_ids=(), **SMALL) as llm:
+    with few_programs(LLM.from_parts(int4.model, int4.params, eos_ids=(), **SMALL)) as llm:
         wanted = [one.token_ids for one in int4.generate(PROMPTS, GREEDY)]
         assert [one.token_ids for one in llm.generate(PROMPTS, GREEDY)] == wanted
         llm.update_weights(jax.tree.map(jnp.copy, int4.params))

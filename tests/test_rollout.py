@@ -11,6 +11,7 @@ from jaxkv import LLM, AsyncLLM, CacheConfig, EngineConfig, SamplingParams
 from jaxkv.engine.request_state import RequestState
 from jaxkv.rollout import rollout_of
 from jaxkv.step.loop import ERROR, LENGTH, STOP
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 from tests.sampling import oracle
 
@@ -28,9 +29,8 @@ def llm(one_layer):
     cache = CacheConfig(max_sequences=8, page_size=16)
     # Two programs instead of one for each number of rows and of tokens, and for each kind of request.
     engine = EngineConfig(pinned_shapes=True, token_budget=64)
-    return LLM(
-        one_layer, dtype="float32", cache=cache, engine=engine, max_model_len=64, progress=False
-    )
+    options = {"dtype": "float32", "max_model_len": 64, "progress": False}
+    return few_programs(LLM(one_layer, cache=cache, engine=engine, **options))
 
 
 def test_rows_are_the_samples_of_generate_padded_on_the_outer_sides(llm):

@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv import LLM, AsyncLLM, CacheConfig, SamplingParams
 from jaxkv.errors import BadCheckpoint, ProgramRefused
+from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
 
 PROJECT = Path(__file__).parents[1]
@@ -22,7 +23,8 @@ PROMPTS = [
 
 def make(model, page_size=8, dtype="float32", max_sequences=2, **options):
     cache = CacheConfig(max_sequences=max_sequences, page_size=page_size, dtype="int8")
-    return LLM(model, dtype=dtype, max_model_len=64, cache=cache, progress=False, **options)
+    llm = LLM(model, dtype=dtype, max_model_len=64, cache=cache, progress=False, **options)
+    return few_programs(llm)
 
 
 @pytest.fixture(scope="module")

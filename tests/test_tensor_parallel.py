@@ -120,7 +120,9 @@ def test_filters_of_many_rows_keep_what_one_device_keeps(folder, single, monkeyp
             assert tokens_of(got) == tokens_of(single.generate([PROMPT, "import"], params))
 
 
-@pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
+# tests/models/families/test_tensor_parallel.py has two heads of keys and values for four devices.
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 8])
 def test_more_devices_than_heads_of_keys_share_them(folder, single, devices):
     """The model has 8 heads, of 2 of keys and values."""
     with few_programs(LLM(folder, tensor_parallel_size=devices, **SMALL)) as llm:
@@ -156,7 +158,7 @@ def test_drafts_and_launches_of_several_steps_change_no_token(folder, single):
     wanted = tokens_of(single.generate([text], GREEDY))
     drafts = EngineConfig(speculation=SpeculationConfig(tokens=2, adaptive=False))
     for engine in (drafts, EngineConfig(steps_per_launch=4)):
-        with LLM(folder, tensor_parallel_size=2, engine=engine, **SMALL) as llm:
+        with few_programs(LLM(folder, tensor_parallel_size=2, engine=engine, **SMALL)) as llm:
             assert tokens_of(llm.generate([text], GREEDY)) == wanted
 
 
@@ -208,7 +210,7 @@ def test_programs_update_each_devices_part_in_its_memory(pair):
         assert not report.problems
 
 
-# What is declared does not depend on the devices: tests/test_llm.py has it for one.
+# What is declared does not depend on the devices: tests/engine/test_engine.py has it for one.
 @pytest.mark.slow
 def test_a_warmed_up_strict_llm_compiles_nothing(folder, single):
     with few_programs(LLM(folder, tensor_parallel_size=2, strict=True, **SMALL)) as llm:
@@ -300,6 +302,8 @@ def test_new_weights_under_a_checkpoints_names_are_divided(folder, tmp_path):
     assert len(set(map(tuple, found[0]))) == 3
 
 
+# test_new_weights_under_a_checkpoints_names_are_divided has the parts.
+@pytest.mark.slow
 def test_no_device_has_all_new_weights_under_a_checkpoints_names():
     """Neither when they come from the host, nor while they are divided: one leaf at a time is whole."""
     tensors = load_file(default_model.path() / "model.safetensors")
@@ -378,6 +382,9 @@ def test_a_plan_has_the_bytes_of_each_device(folder, pair):
     assert repr(pair.engine.runner.model).endswith("devices=2)")
 
 
+# The logits of divided models are those of Transformers in tests/models/families/test_tensor_parallel.py;
+# the loop around a model is in tests/test_generation.py.
+@pytest.mark.slow
 def test_generate_in_a_program_of_ones_own_gives_the_tokens_of_one_device(single):
     model = TensorParallel(single.model, tensor_mesh(2))
     prompts = [list(range(40, 60)), [7, 8, 9]]
@@ -415,10 +422,9 @@ def test_what_several_devices_cannot_do_is_refused(folder, options, message):
         LLM(folder, progress=False, max_model_len=64, **options)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "devices"),
-    [("int4", 2), pytest.param("int8", 4, marks=pytest.mark.slow)],
-)
+# Parts that stand for the parts of the weight give its tokens; the test below has them.
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "devices"), [("int4", 2), ("int8", 4)])
 def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization, devices):
     """Two devices have 288 columns each of a weight with a scale for 64, so these are cut into halves."""
     found, sizes = [], []
@@ -439,8 +445,7 @@ def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization,
     assert sizes[0] / devices <= sizes[1] < 1.2 * sizes[0] / devices
 
 
-# The texts of the test above are those of int4.
-@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
 def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder, quantization):
     """Each device's arrays mean its part of the weight that all arrays mean."""
     whole = build_model(load_config(folder))

@@ -68,6 +68,9 @@ def test_lengths_of_sharegpt_have_bounds_of_their_own(capsys):
     assert capsys.readouterr().err == ""
 
 
+# Rates are several runs in test_serve_command.py, an engine is measured in test_serving.py, and plots are drawn in
+# tests/bench/plots.
+@pytest.mark.slow
 def test_several_rates_are_measured_in_one_engine_and_drawn(capsys, tmp_path):
     page = tmp_path / "out.html"
     small = "--shape tiny --dtype float32 --requests 3 --prompt-tokens 8:15 --output-tokens 2:4"

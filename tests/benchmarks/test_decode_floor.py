@@ -88,6 +88,9 @@ def test_parts_are_chosen_by_name(tmp_path, capsys):
     assert f"among {', '.join(PARTS)}, got everything" in capsys.readouterr().err
 
 
+# An engine is timed in tests/benchmarks/test_engine.py; it sends several steps in
+# tests/engine/steps/test_multi_step.py.
+@pytest.mark.slow
 def test_an_engine_that_sends_several_steps_at_once_is_also_timed_one_by_one(tmp_path):
     arguments = [*TINY.split(), "--parts", "engine", "--steps-per-launch", "2"]
     decode_floor.main([*arguments, "--folder", str(tmp_path)])

@@ -46,6 +46,8 @@ def folder(tmp_path_factory):
     return path
 
 
+# tests/engine has engines under load, and tests/benchmarks/test_host_steps.py the parts of a step; here all are timed.
+@pytest.mark.slow
 def test_every_part_is_recorded(folder):
     [steady] = rows(folder, "steady")
     assert steady["batch"] == 2
@@ -62,6 +64,7 @@ def test_every_part_is_recorded(folder):
     assert len(names) == 1
 
 
+@pytest.mark.slow
 def test_each_load_is_served_whole_and_a_shared_prefix_is_computed_once(folder):
     by_load = {row["load"]: row for row in rows(folder, "loads")}
     assert set(by_load) == set(LOADS)
@@ -81,6 +84,7 @@ def test_no_load_has_the_prompts_of_another():
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.slow
 def test_a_kept_prefix_is_told_beside_the_cold_prompt(folder):
     by_name = {row["request"]: row for row in rows(folder, "first-token")}
     assert set(by_name) == {"prompt of 16", "prompt of 20", "cold", "90% kept"}

@@ -85,7 +85,7 @@ ONE_LAYER = (
     "docs/how-to/several-gpus.md",
     "docs/structured.md",
 )
-# Pages that take five seconds and more of what other pages and tests run too.
+# Pages that take seconds of what other pages and tests run too.
 LONG = (
     *("docs/how-to/command-line.md", "docs/how-to/speculation.md", "docs/how-to/trainer.md"),
     *("docs/how-to/replicas.md", "docs/how-to/several-gpus.md", "docs/how-to/transformers.md"),
@@ -93,6 +93,9 @@ LONG = (
     "docs/how-to/serve.md",
     # tests/models/test_flax_model.py has the module.
     *("docs/how-to/your-own-model.md", "docs/tutorial.md"),
+    # tests/test_plan.py and tests/test_saved_prefixes.py have the cache, tests/test_quantization.py the weights, and
+    # tests/structured the grammars.
+    *("docs/how-to/cache.md", "docs/how-to/quantisation.md", "docs/structured.md"),
 )
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {

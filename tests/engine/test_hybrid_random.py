@@ -24,8 +24,6 @@ CASES = {
     | WINDOW,
     # Full attention, pages of several chunks.
     "plain": {"page": 32, "pages": 5, "checkpoints": 3},
-    # Several steps in a launch.
-    "launches": {"page": 32, "pages": 7, "checkpoints": 3, "steps_per_launch": 3},
     # Recurrent layers alone, whose checkpoints go to the host.
     "pure": {
         "page": 16,
@@ -34,6 +32,9 @@ CASES = {
         "pattern": (("mamba2",), ("mamba2",)),
     },
 }
+# Several steps in a launch, in one with all of that and in one with more pages.
+CASES["window, launches"] = CASES["window"] | {"steps_per_launch": 3}
+CASES["plain, launches"] = CASES["plain"] | {"pages": 7, "steps_per_launch": 3}
 
 
 def play(engine, draw, most):
@@ -85,11 +86,11 @@ def happen(engine, draw, live):
 @pytest.mark.parametrize(
     ("name", "requests"),
     [
-        ("window", 25),
         pytest.param("window", 200, marks=pytest.mark.slow),
         pytest.param("plain", 200, marks=pytest.mark.slow),
-        ("launches", 25),
-        pytest.param("launches", 200, marks=pytest.mark.slow),
+        ("window, launches", 25),
+        pytest.param("window, launches", 200, marks=pytest.mark.slow),
+        pytest.param("plain, launches", 200, marks=pytest.mark.slow),
         pytest.param("pure", 60, marks=pytest.mark.slow),
     ],
 )
@@ -109,6 +110,8 @@ def test_random_conversations_have_the_tokens_of_lone_ones(name, requests):
     assert min(stats.hits, stats.checkpoint_evictions) > 3
     assert (stats.evictions > 0) == bool(engine.runner.layout.paged_groups)
     assert sum(one.preemptions for one in made) > 0
+    sent = {getattr(program.spec, "steps", 1) for program in engine.runner.programs.manifest()}
+    assert max(sent) == CASES[name].get("steps_per_launch", 1)
     if engine.host is not None:
         assert engine.host.stats.hits > 0
     assert all(one.confirmed for one in engine.prefix._states.kept)

@@ -436,8 +436,9 @@ def test_samples_of_a_prompt_begin_from_a_checkpoint():
 DRAWN = {"temperature": 1.0, "seed": 7}
 
 
-# Smaller chunks are in the test of random arrivals.
-@pytest.mark.parametrize("budget", [pytest.param(32, marks=pytest.mark.slow), 128])
+# Random conversations, in which known prompts come beside others, are in test_hybrid_random.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [32, 128])
 def test_known_prompts_share_steps_with_all_others(budget):
     # With rows that generate, chunks of prompts and each other; off page ends, and drawn at random.
     engine = engine_for(budget=budget, full_hits=True)

@@ -58,7 +58,10 @@ def simulated(monkeypatch, caplog):
 
 
 def kinds(*quick):
-    """Parametrises a test over kinds of caches, of which all but the quick ones are slow."""
+    """Parametrises a test over kinds of caches, of which all but the quick ones are slow.
+
+    Windows are in the first test here, and in the one of programs that verify drafts.
+    """
     marked = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in quick)) for kind in KINDS]
     return pytest.mark.parametrize("kind", marked)
 
@@ -97,7 +100,7 @@ def test_everybody_reads_its_own_text_and_gets_its_own_tokens(kind):
     assert min(seen["preemptions"], seen["hits"]) > 0, seen
 
 
-@kinds("full", "windows", "hybrid")
+@kinds("full", "hybrid")
 def test_rows_with_a_grammar_get_the_tokens_of_one_by_one_beside_others(kind):
     """Some rows have a mask and take forced tokens; the oracle chooses every token alone."""
     wishes = simulated_requests.WISHES_WITH_GRAMMARS
@@ -337,7 +340,7 @@ def assert_declared(kind, seeds, wishes=WISHES, **drafting):
     assert served > 0
 
 
-@kinds("full", "windows", "hybrid")
+@kinds("full", "hybrid")
 def test_no_program_is_asked_for_that_was_not_declared(kind):
     """Serving needs only what a warm-up declares, for every schedule and every state of the cache."""
     assert_declared(kind, range(4))

@@ -52,7 +52,10 @@ def trained_logprobs(module, rollout):
     return jnp.take_along_axis(told, jnp.asarray(rollout.output_ids)[:, :, None], axis=2)[:, :, 0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+# tests/examples/test_grpo.py compares a trainer's log-probabilities with those of rollouts, and tests/test_scoring.py
+# bits.
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trainers_forward_pass_has_the_log_probabilities_of_the_rollout(dtype):
     # Layers of flax promote bfloat16 to float32 in places.
     with jax.numpy_dtype_promotion("strict" if dtype == "float32" else "standard"):

@@ -116,7 +116,8 @@ def mailboxes(monkeypatch):
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("has_peers", [True, False])
+# Sums without mailboxes are those of tests/models/families/test_tensor_parallel.py.
+@pytest.mark.parametrize("has_peers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sums_over_devices_by_way_of_mailboxes_join_and_weigh(joined, mailboxes, has_peers):
     """Logits are those of one device. Without mailboxes XLA adds up, and norms stay on their own."""
     model = build_model(read_config(PLAIN | LLAMA | {"vocab_size": 64}))

@@ -153,6 +153,8 @@ def test_each_layer_writes_where_its_own_group_says():
             assert np.argwhere(used).tolist() == [[page, 0], [page, 1], [page, 2]]
 
 
+# Log-probabilities of `generate` are compared in tests/test_scoring.py, logits of a module in the tests above.
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_module(module, model):
     out = jaxkv.generate(
         model.params_of(module),
@@ -204,6 +206,9 @@ def test_modules_of_one_shape_share_one_program(module, model, monkeypatch):
     assert tokens == greedy_from_scratch(other, PROMPTS, NEW)[0]
 
 
+# A module that is trained is followed in tests/test_live_weights.py; a jitted trainer calls `generate` in
+# tests/test_generation.py.
+@pytest.mark.slow
 def test_a_trainer_generates_from_the_parameters_it_has_just_changed(module, model):
     @jax.jit
     def train_and_generate(params):
@@ -319,6 +324,8 @@ def test_params_that_are_not_the_modules_are_refused(module, model, params_of, r
         generated(model, params_of(module), new=2)
 
 
+# Its module generates in test_cached_generation_equals_running_the_module_from_scratch.
+@pytest.mark.slow
 def test_the_example_prints_what_it_generates(capsys):
     example.main()
     lines = capsys.readouterr().out.splitlines()

@@ -94,8 +94,8 @@ def test_layers_that_guess_further_tokens_share_the_map_and_the_budget():
 
 def test_a_model_at_a_layer_offset_lives_in_the_same_cache_and_disturbs_nobody():
     # The layer that predicts further tokens uses the page tables of the model.
-    (main, params), (guess, guess_params) = model(layers=2), model(layer_offset=2)
-    assert [entry.layer for entry in guess.cache_specs(page_size=8, dtype="float32")] == [2]
+    (main, params), (guess, guess_params) = model(), model(layer_offset=1)
+    assert [entry.layer for entry in guess.cache_specs(page_size=8, dtype="float32")] == [1]
     driver = Driver(main, params, max_tokens=32, step_tokens=16)
     alone = Driver(model()[0], guess_params, max_tokens=32, step_tokens=16)
     options = {"page_size": 8, "dtype": "float32"}

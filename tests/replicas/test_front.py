@@ -83,6 +83,8 @@ def test_greedy_tokens_are_those_of_one_llm_and_both_replicas_work(one, two):
     assert all(later > earlier for later, earlier in zip(steps(two), before, strict=True))
 
 
+# Draws depend on a request's seed alone (tests/test_row_seeds.py), and tokens on no replica (the test above).
+@pytest.mark.slow
 def test_the_seed_of_the_llm_gives_the_same_draws_whichever_replica_makes_them(one, two):
     params = SamplingParams(temperature=1.0, max_tokens=6, logprobs=2)
     others, drawn = one.generate(PROMPTS, params), two.generate(PROMPTS, params)
@@ -138,6 +140,8 @@ def test_prompts_that_cannot_be_served_are_refused_by_index_before_any_runs(two)
     assert steps(two) == before
 
 
+# tests/replicas/test_messages.py sends grammars and errors of both kinds, and tests/structured follows grammars.
+@pytest.mark.slow
 def test_grammars_and_errors_of_requests_come_from_the_replica(two):
     [output] = two.generate(
         "a number: ", structured_outputs=jaxkv.StructuredOutputs(regex="[0-9]{3}"), max_tokens=8
@@ -320,6 +324,8 @@ def test_options_are_refused_before_any_process_is_started(monkeypatch):
         LLM("/no/such/folder", data_parallel_size=2)
 
 
+# Processes without a model show it in tests/replicas/test_group.py: a replica that cannot load the model ends all.
+@pytest.mark.slow
 def test_a_replica_that_refuses_the_model_ends_all_of_them():
     with pytest.raises(ValueError, match="max_model_len"):
         LLM(data_parallel_size=2, **SMALL | {"max_model_len": 10**6})

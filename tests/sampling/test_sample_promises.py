@@ -39,8 +39,8 @@ def primitives(jaxpr):
 
 
 class TestRows:
-    # Alone, a number that is no bucket, a bucket and all.
-    @pytest.mark.parametrize("rows", fast_cases([1, 2, 3, 5, 8, 16, 33], 1, 3, 8, 33))
+    # A number that is no bucket, and all. Rows are permuted, removed and padded in these two already.
+    @pytest.mark.parametrize("rows", fast_cases([1, 2, 3, 5, 8, 16, 33], 3, 33))
     def test_neither_neighbours_nor_place_nor_bucket_change_a_row(self, rows):
         """Rows are permuted, removed and padded. The bits of the others stay equal."""
         total, vocab = 33, 1000

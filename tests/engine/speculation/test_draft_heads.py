@@ -17,6 +17,7 @@ from jaxkv.models.draft_heads import load
 from jaxkv.plan import explain_plan
 from jaxkv.runner.draft_programs import HiddenPool, PutDraftsSpec
 from jaxkv.step.draft_chain import KeptHidden
+from tests.few_programs import few_programs
 from tests.models.draft_heads import copycats, eagle3_files
 
 pytest.importorskip("torch")
@@ -79,7 +80,7 @@ def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowi
     """Prompts in chunks, preemptions, hits in the prefix cache, an abort, a sleep, new weights and a lost cache."""
     folder, model, speculation = knowing[method]
     wanted = [model.greedy(prompt, 40) for prompt in PROMPTS]
-    with llm_of(folder, speculation, budget_bytes=FEW_BYTES[method]) as llm:
+    with few_programs(llm_of(folder, speculation, budget_bytes=FEW_BYTES[method]), 32) as llm:
         drafter = llm.engine.speculation.drafter
         first = llm.generate(PROMPTS, GREEDY)
         assert sum(one.usage.preemptions for one in first) > 0
@@ -111,7 +112,7 @@ def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowi
 def test_a_head_keeps_no_weights_of_the_model_that_it_no_longer_needs(knowing, method):
     """Neither the old ones after an update, though nothing is drafted since, nor any after `close`."""
     folder, _, speculation = knowing[method]
-    llm = llm_of(folder, speculation, budget_bytes=FEW_BYTES[method])
+    llm = few_programs(llm_of(folder, speculation, budget_bytes=FEW_BYTES[method]), 32)
     # As many prompts as in the test above, whose programs are found on disk.
     llm.generate(PROMPTS, GREEDY)
     for change in (lambda: llm.update_weights(jax.tree.map(jnp.copy, llm.params)), llm.close):

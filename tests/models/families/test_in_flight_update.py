@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from jaxkv import LLM, CacheConfig, SamplingParams
+from tests.few_programs import few_programs
 from tests.torch_bridge.tiny import VOCAB, tiny_model
 
 pytestmark = pytest.mark.torch
@@ -45,6 +46,7 @@ def test_tokens_after_an_update_see_the_old_keys_and_the_new_weights(family, tmp
         max_model_len=64,
         progress=False,
     )
+    few_programs(llm)
     prompt = torch.randint(3, VOCAB, (13,), generator=torch.Generator().manual_seed(2)).tolist()
     pieces = []
     for piece in llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=NEW)):

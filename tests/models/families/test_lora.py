@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxkv import LLM, CacheConfig, LoraConfig, SamplingParams
+from tests.few_programs import few_programs
 from tests.weights.adapter_files import save_adapter
 
 torch = pytest.importorskip("torch")
@@ -77,7 +78,7 @@ def served(request, tmp_path_factory):
         with torch.no_grad():
             for module, change in added.items():
                 weights[module].weight += torch.from_numpy(change).float()
-    return case, llm, models
+    return case, few_programs(llm), models
 
 
 def test_a_batch_of_adapters_and_none_gives_the_tokens_of_the_sums(served):

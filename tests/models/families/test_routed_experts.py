@@ -7,6 +7,7 @@ from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs.manifest import compile_count
 from jaxkv.rollout import NO_EXPERT
+from tests.few_programs import few_programs
 
 torch = pytest.importorskip("torch")
 cases = pytest.importorskip("tests.models.families.cases")
@@ -32,7 +33,7 @@ def pair(request, tmp_path_factory):
     case, theirs, model, params = cases.maker(ALL, tmp_path_factory)(request.param)
     cache = CacheConfig(page_size=8, max_sequences=4, routed_experts=True)
     llm = LLM.from_parts(model, params, cache=cache, max_model_len=64, progress=False)
-    return case, theirs, llm
+    return case, theirs, few_programs(llm)
 
 
 def chosen_by(theirs, tokens):

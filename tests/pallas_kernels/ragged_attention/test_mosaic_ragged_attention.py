@@ -105,6 +105,8 @@ def test_interpreted_it_equals_the_oracle_without_a_producer(name, no_requests, 
     test_interpreted_it_equals_the_oracle_without_a_race(*INTERPRETED[name], races)
 
 
+# The door is that of XLA's attention too, for which test_ragged_attention.py asks the same.
+@pytest.mark.slow
 def test_interpreted_a_window_wider_than_any_row_hides_nothing(monkeypatch, races):
     """Its door takes it for none: past 32 bits the kernel's own bounds would wrap around."""
     interpreted = partial(mosaic_gpu.ragged_attention, interpret=True)

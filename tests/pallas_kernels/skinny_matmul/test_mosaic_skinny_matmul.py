@@ -292,10 +292,10 @@ FEW_BITS = {
 
 @pytest.mark.parametrize(
     "name",
-    # Folds are in the second one too.
+    # What is copied early is a tile of the weight, whether it is folded or not.
     [
-        pytest.param("folds", marks=pytest.mark.slow),
-        *("gates and folds", "tiles in turn, the last one early"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("folds", "gates and folds")),
+        "tiles in turn, the last one early",
     ],
 )
 def test_interpreted_early_copies_of_the_weight_change_no_bit(name, races, monkeypatch):
@@ -622,7 +622,8 @@ def test_interpreted_in_the_fixed_order_many_rows_have_the_bits_of_few(
     assert not races()
 
 
-@pytest.mark.parametrize("early", [False, True])
+# Tiles of one window, with which the bits are compared, copy no residual ahead and no weight early.
+@pytest.mark.parametrize("early", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_interpreted_a_residual_is_copied_ahead_window_by_window(early, races, monkeypatch):
     """Tiles of more windows than are held, the last one of fewer rows, with weights copied early or not."""
     monkeypatch.setattr(mosaic_gpu, "overlaps_launches", lambda: True)

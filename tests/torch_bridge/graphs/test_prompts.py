@@ -171,6 +171,8 @@ CHANGES = {
 }
 
 
+# A changed model reuses no page in tests/torch_bridge/batching/test_generate.py; the test above records it again.
+@pytest.mark.slow
 def test_a_second_turn_after_a_change_is_computed_from_its_first_token(cache_of):
     model = shallow()
     model.model.layers[0].mlp.down_proj = Scaled(model.model.layers[0].mlp.down_proj)
