@@ -16,7 +16,7 @@ from pallas_kernels.delta_scan.mosaic_launch import build
 from pallas_kernels.delta_scan.mosaic_system import systems
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.packed.row_tasks import tasks_of
 from pallas_kernels.packed.rows import Pieces, cut
 from pallas_kernels.packed.states import snapshot_of_pieces

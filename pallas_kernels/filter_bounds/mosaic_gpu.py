@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.filter_bounds.mosaic_block import CHUNK, Block
 from pallas_kernels.filter_bounds.near_best import near_best
 from pallas_kernels.mosaic.row_blocks import run_blocks
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.teams import LARGE
 
 

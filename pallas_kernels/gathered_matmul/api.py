@@ -49,9 +49,6 @@ def gathered_matmul(
         "mosaic_gpu": lambda: mosaic_gpu.why_not(matrices, rows, ids, group_axis=group_axis),
         "xla": lambda: None,
     }
-    if mosaic_gpu.refusal(matrices, rows, ids, group_axis=group_axis) is not None:
-        # For these sizes XLA is preferred, so its choice must not count as a fallback.
-        reasons = dict(reversed(reasons.items()))
     is_ours = choose("gathered_matmul", reasons, implementation) == "mosaic_gpu"
     out = weight.shape[1 - group_axis]
     if not math.prod((*chosen.shape, *weight.shape)):

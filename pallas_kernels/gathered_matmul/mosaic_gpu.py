@@ -15,14 +15,8 @@ from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.few_bits import SCALES
-from pallas_kernels.mosaic.per_thread import (
-    BITS,
-    LANES,
-    WORDS,
-    Threads,
-    run_block,
-    thread_kernel,
-)
+from pallas_kernels.mosaic.packed_numbers import BITS
+from pallas_kernels.mosaic.per_thread import LANES, WORDS, Threads, run_block, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 

@@ -21,7 +21,7 @@ from pallas_kernels.latent_kernel.launch import build
 from pallas_kernels.latent_kernel.pieces import cut, lse_of_tokens, most_pieces
 from pallas_kernels.latent_kernel.results import results
 from pallas_kernels.latent_kernel.schedule import Geometry, Schedule
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 
 
 def why_not(arrays: LatentArrays, options: LatentOptions) -> str | None:

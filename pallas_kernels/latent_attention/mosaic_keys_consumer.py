@@ -22,7 +22,7 @@ from pallas_kernels.latent_kernel.pieces import Piece
 from pallas_kernels.latent_kernel.schedule import TILE
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, over_rows
 
 State = tuple[Array, Array]

@@ -27,8 +27,7 @@ from pallas_kernels.latent_kernel.schedule import COLUMN_TILE, SLOTS, TILE
 from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.rescale import rescale
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E, rescale
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, column_groups, over_columns
 
 State = tuple[Array, Array]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 
 Limits = tuple[float, float]
 

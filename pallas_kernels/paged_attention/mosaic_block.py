@@ -21,7 +21,7 @@ from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.device import ROW_TILE
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Layout, Ref
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.tiles import PER_COLUMN, WGMMA, multiply, over_rows
 from pallas_kernels.paged_attention.mosaic_schedule import TILE, Geometry, Schedule
 

@@ -16,7 +16,7 @@ from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import ROW_TILE, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.paged_attention.mosaic_launch import Kernel
 from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 

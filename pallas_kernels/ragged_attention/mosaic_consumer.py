@@ -23,7 +23,7 @@ from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
 from pallas_kernels.mosaic.accumulators import add_product, wait_for_products
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.tiles import (
     PER_COLUMN,
     PER_ROW,

@@ -22,7 +22,7 @@ from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
-from pallas_kernels.mosaic.scores import LOG2_E
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.warps import sync_block
 from pallas_kernels.packed.rows import Pieces
 from pallas_kernels.ssd_scan.mosaic_side_by_side import store_side_by_side

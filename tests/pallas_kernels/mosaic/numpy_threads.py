@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic.per_thread import LANES, THREADS, WORDS, Threads, numbers_of
+from pallas_kernels.mosaic.packed_numbers import numbers_of
+from pallas_kernels.mosaic.per_thread import LANES, THREADS, WORDS, Threads
 from pallas_kernels.mosaic.warps import WARPS
 
 _NONE, _SEVERAL = -1, -2

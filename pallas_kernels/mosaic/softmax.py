@@ -1,4 +1,6 @@
-"""Conditional rescale of an accumulator: a warp skips it when all its factors are 1."""
+"""The softmax of kernels: its base, and the rescale of an accumulator, which a warp skips if all factors are 1."""
+
+from math import e, log2
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array
@@ -16,6 +18,9 @@ from pallas_kernels.mosaic.dialects import (
     utils,
 )
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, over_columns
+
+LOG2_E = log2(e)
+"""The kernels compute the softmax with exp2: scores are multiplied by log2(e)."""
 
 _ANY = """{
     .reg .pred mine, all;
