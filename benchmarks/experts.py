@@ -105,7 +105,8 @@ def measure(name: str, tokens: int, effort: Effort) -> dict[str, Any]:
     row = {"layer": name, "tokens": tokens, "experts_asked": asked}
     run = partial(mixture_of_experts, mixture=mixture, activation="silu")
     ours = grouped_for(params, tokens, mixture=mixture, implementation="mosaic_gpu")
-    row["way"] = "gathered" if ours is None else "grouped"
+    few = "gathered" if tokens * mixture.top_k <= mixture.experts else "plain"
+    row["way"] = few if ours is None else "grouped"
     results = {}
     for way, options in WAYS.items():
         if way == "gathered" and tokens * mixture.top_k > mixture.experts:

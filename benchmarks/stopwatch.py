@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jaxkv.engine.engine import Engine
 from jaxkv.programs.manifest import Program
 from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.program_specs import StepSpec
 
 _QUEUED = 48
 """Runs of a program that are timed together."""
@@ -59,6 +61,20 @@ def watch_steps(engine: Engine) -> Stopwatch:
     watch.watch(runner, "read", "wait")
     watch.watch(engine, "_collect", "collect")
     return watch
+
+
+def count_steps(engine: Engine) -> Counter[int]:
+    """Returns a count of programs by their steps, which grows from now on with each that the engine sends."""
+    sent: Counter[int] = Counter()
+    runner = engine.sequence_runner
+    send = runner.step
+
+    def counted(shape: StepSpec, rows: Any) -> Any:  # noqa: ANN401 - passed through
+        sent[shape.steps] += 1
+        return send(shape, rows)
+
+    setattr(runner, "step", counted)  # noqa: B010 - a method
+    return sent
 
 
 def queued_seconds(runner: ModelRunner, program: Program, arrays: Sequence[np.ndarray]) -> float:

@@ -12,6 +12,7 @@ _MEMBERS = {
         "paged_attention": "mosaic_gpu",
         "ragged_attention": "mosaic_gpu",
         "skinny_matmul": "xla",
+        "gathered_matmul": "xla",
     },
 }
 

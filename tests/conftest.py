@@ -153,14 +153,15 @@ _MAPS = Path("/proc/self/maps")
 def small_heap():
     """Leaves what lasts beyond a module, such as JAX's caches, out of later collections, which otherwise take seconds.
 
-    Clears those caches if compiled programs use many of the process's memory mappings. A module of less than a second
-    compiles next to nothing and leaves its garbage to the next one.
+    Clears those caches if compiled programs use many of the process's memory mappings. Otherwise a module of less than
+    a second leaves its garbage to the next one.
     """
     begun = time.monotonic()
     yield
-    if time.monotonic() - begun < 1:
+    many = _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS
+    if time.monotonic() - begun < 1 and not many:
         return
-    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS:
+    if many:
         gc.unfreeze()
         jax.clear_caches()
     gc.collect()

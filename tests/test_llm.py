@@ -417,7 +417,7 @@ def test_repeating_a_request_compiles_nothing(llm):
 
 
 # A warm engine compiles nothing in tests/engine/test_engine.py, which refuses what was not declared; a strict `LLM`
-# does so in tests/test_prompt_logprobs.py.
+# answers in tests/test_bundled_programs.py.
 @pytest.mark.slow
 def test_strict_mode_refuses_what_was_not_warmed_up(one_layer):
     llm = LLM(

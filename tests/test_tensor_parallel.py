@@ -422,9 +422,10 @@ def test_what_several_devices_cannot_do_is_refused(folder, options, message):
         LLM(folder, progress=False, max_model_len=64, **options)
 
 
-# Parts that stand for the parts of the weight give its tokens; the test below has them.
-@pytest.mark.slow
-@pytest.mark.parametrize(("quantization", "devices"), [("int4", 2), ("int8", 4)])
+@pytest.mark.parametrize(
+    ("quantization", "devices"),
+    [("int4", 2), pytest.param("int8", 4, marks=pytest.mark.slow)],
+)
 def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization, devices):
     """Two devices have 288 columns each of a weight with a scale for 64, so these are cut into halves."""
     found, sizes = [], []
@@ -445,7 +446,8 @@ def test_weights_in_few_bits_are_divided_with_their_scales(folder, quantization,
     assert sizes[0] / devices <= sizes[1] < 1.2 * sizes[0] / devices
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+# The texts of the test above are those of int4.
+@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.slow), "fp8"])
 def test_parts_in_few_bits_stand_for_the_parts_of_the_weight(folder, quantization):
     """Each device's arrays mean its part of the weight that all arrays mean."""
     whole = build_model(load_config(folder))

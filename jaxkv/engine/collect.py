@@ -105,6 +105,7 @@ class Collector:
                 if self._state_checkpoints is not None:
                     self._state_checkpoints.confirm(sequence, finite=finite[index])
                 continue
+            has_end = True
             # Not `start + count`: drafts of the steps before may have been taken back since this one was planned.
             sequence.collected += count
             if not emits and not finite[index]:
@@ -128,8 +129,8 @@ class Collector:
                 if taken < emits:
                     # What was computed behind its last token is not part of the text. That token was a draft, or the
                     # next step of the launch has computed it.
-                    is_computed = steps[taken].finite[index]
-                    sequence.collected -= emits - taken - is_computed
+                    has_end = steps[taken].finite[index]
+                    sequence.collected -= emits - taken - has_end
                     if sequence.reason is None:
                         sequence.tainted = True
                         ended.append((sequence, None))
@@ -139,7 +140,7 @@ class Collector:
             if self._state_checkpoints is not None:
                 kept = [length for row, length, _ in step.pending_checkpoints if row == index]
                 self._state_checkpoints.keep_collected(sequence, kept)
-                if sequence.reason is not None:
+                if sequence.reason is not None and has_end:
                     self._state_checkpoints.keep_end_of_request(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, self._read_experts(sequence)))

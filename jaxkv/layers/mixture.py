@@ -17,11 +17,12 @@ from pallas_kernels import gathered_matmul, group_rows, grouped_matmul, row_topk
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.grouped_matmul.api import why_not_kernel
+from pallas_kernels.gathered_matmul.api import why_not_kernel as why_not_gathered
+from pallas_kernels.grouped_matmul.api import why_not_kernel as why_not_grouped
 
 _KERNEL = "mosaic_gpu"
-_SORTING_BYTES = 50 * 10**6
-"""Bytes that a GPU reads in the 12 us by which sorting rows by expert takes longer (gathered_matmul/NOTES.md)."""
+_SORTING_BYTES = 36 * 10**6
+"""Bytes that a GPU reads in the 8 us by which sorting rows by expert takes longer (gathered_matmul/NOTES.md)."""
 _WIDENING = 0.25
 """Part by which the products of sorted rows with experts in few bits take longer than reading these (likewise)."""
 _MOST_SORTED = 2**28
@@ -101,33 +102,43 @@ def grouped_for(
     """
     if implementation != _KERNEL:
         return None
-    up, down = params["experts_up"], params["experts_down"]
-    if _suits_gathering(tokens, mixture, (up, down)) and not is_fixed():
-        return None
-    for weight, axis in ((up, 0), (down, 1)):
-        # Experts in few bits take rows of the dtype of plain weights.
-        plain = params["router"] if isinstance(weight, FewBits) else weight
-        x = jax.ShapeDtypeStruct((tokens * mixture.top_k, weight.shape[2]), plain.dtype)
-        refusal = why_not_kernel(weight, x, group_axis=axis)
+    experts = params["experts_up"], params["experts_down"]
+    rows = tokens * mixture.top_k
+    # Experts in few bits take rows of the dtype of plain weights.
+    plain = [params["router"] if isinstance(weight, FewBits) else weight for weight in experts]
+    inputs = [
+        jax.ShapeDtypeStruct((rows, weight.shape[2]), one.dtype)
+        for weight, one in zip(experts, plain, strict=True)
+    ]
+    may_gather = rows <= mixture.experts and not is_fixed()
+    if may_gather and _reads_apart_are_few(tokens, mixture, experts):
+        chosen = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+        refusals = [
+            why_not_gathered(weight, x, chosen, group_axis=axis)
+            for axis, (weight, x) in enumerate(zip(experts, inputs, strict=True))
+        ]
+        if not any(refusals):
+            return None
+    for axis, (weight, x) in enumerate(zip(experts, inputs, strict=True)):
+        refusal = why_not_grouped(weight, x, group_axis=axis)
         if refusal is not None:
-            note_fallback("grouped_matmul", _KERNEL, refusal, "plain products")
+            otherwise = "gathered_matmul" if may_gather else "plain products"
+            note_fallback("grouped_matmul", _KERNEL, refusal, otherwise)
             return None
     return _KERNEL
 
 
-def _suits_gathering(tokens: int, mixture: MixtureConfig, experts: Any) -> bool:  # noqa: ANN401 - weights
+def _reads_apart_are_few(tokens: int, mixture: MixtureConfig, experts: Any) -> bool:  # noqa: ANN401 - weights
     """Whether reading an expert for each token that asks for it takes less time than sorting tokens by expert."""
-    rows = tokens * mixture.top_k
-    if rows > mixture.experts:
-        return False
     num_bytes = sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(experts)
     )
     per_expert = num_bytes / mixture.experts
     # As many as tokens that choose at random ask for; one token asks for no expert twice.
     asked = mixture.experts * (1 - (1 - mixture.top_k / mixture.experts) ** tokens)
+    repeated = tokens * mixture.top_k - asked
     widening = _WIDENING if isinstance(experts[0], FewBits) else 0.0
-    return (rows - asked) * per_expert <= _SORTING_BYTES + widening * asked * per_expert
+    return repeated * per_expert <= _SORTING_BYTES + widening * asked * per_expert
 
 
 def route(

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.arguments.checks import check_few_bits, check_ids, check_shape
+from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import ordered
@@ -46,7 +47,7 @@ def gathered_matmul(
     if isinstance(matrices, FewBits) and matrices.order is not None:
         matrices, (rows, ids) = replace(matrices, order=None), _ordered(rows, ids, matrices.order)
     reasons = {
-        "mosaic_gpu": lambda: mosaic_gpu.why_not(matrices, rows, ids, group_axis=group_axis),
+        "mosaic_gpu": lambda: why_not_kernel(matrices, rows, ids, group_axis=group_axis),
         "xla": lambda: None,
     }
     is_ours = choose("gathered_matmul", reasons, implementation) == "mosaic_gpu"
@@ -57,6 +58,20 @@ def gathered_matmul(
         matrices, rows, ids, group_axis=group_axis
     )
     return found.reshape(*chosen.shape, out)
+
+
+def why_not_kernel(
+    weight: ArrayOrStruct | FewBits, x: ArrayOrStruct, chosen: ArrayOrStruct, *, group_axis: int = 0
+) -> str | None:
+    """Returns why our kernel cannot multiply such arrays on the default device, or `None` if it can.
+
+    Args:
+        weight: as in `gathered_matmul`, or with a `jax.ShapeDtypeStruct` for each array.
+        x: likewise.
+        chosen: likewise.
+        group_axis: as in `gathered_matmul`.
+    """
+    return mosaic_gpu.why_not(weight, x, chosen, group_axis=group_axis)
 
 
 def _ordered(

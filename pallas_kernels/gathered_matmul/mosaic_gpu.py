@@ -22,7 +22,7 @@ from pallas_kernels.mosaic.warps import WARPS
 
 _WORD = 32
 _MOST_PLACES = 2**31 - 1
-"""Words of the weight, whose places are int32."""
+"""Places are int32."""
 
 # Bytes of the weight that a warp reads at least if it computes several columns, and most columns.
 _BYTES, _MOST_COLUMNS = 4096, 8
@@ -93,6 +93,8 @@ class Geometry:
             return f"groups of columns must be multiples of {self.piece}, got {self.inner // self.scales}"
         if self.groups * self.out * self.words > _MOST_PLACES:
             return f"the weight must have at most {_MOST_PLACES} words"
+        if self.rows * max(self.inner, self.count * self.out) > _MOST_PLACES:
+            return f"x and the result must have at most {_MOST_PLACES} numbers"
         return None
 
     @property

@@ -16,7 +16,8 @@ def gathered_matmul(
 ) -> Float32[Array, "pairs out"]:
     """Implements `api.gathered_matmul`; a weight in few bits is rounded to x's dtype.
 
-    XLA joins gather, widening and product into one kernel. float32 inputs are multiplied at the highest precision: on
+    XLA joins gather, widening and product into one kernel. Its order of sums may depend on the number of pairs, also
+    under `fixed_order`, where models do not call it. float32 inputs are multiplied at the highest precision: on
     NVIDIA GPUs the default would round them to TF32.
     """
     ids = chosen.reshape(-1)

@@ -46,7 +46,8 @@ def folder(tmp_path_factory):
     return path
 
 
-# tests/engine has engines under load, and tests/benchmarks/test_host_steps.py the parts of a step; here all are timed.
+# The slow tests read what one run of the command has timed. tests/engine has engines under load, and test_host_steps.py
+# the parts of a step.
 @pytest.mark.slow
 def test_every_part_is_recorded(folder):
     [steady] = rows(folder, "steady")

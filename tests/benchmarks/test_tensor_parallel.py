@@ -3,10 +3,15 @@
 import argparse
 import json
 
+import jax
 import pytest
 
 from benchmarks import tensor_parallel
+from benchmarks.generate import Setting
 from benchmarks.record import load_record
+from jaxkv.bench.shapes import SHAPES
+from jaxkv.config.engine import EngineConfig
+from jaxkv.models.registry import build_model
 from tests.devices import needs_devices
 
 pytestmark = needs_devices(2)
@@ -52,6 +57,18 @@ def test_some_layers_of_a_published_config_run_with_several_steps_per_launch(tmp
     # Before the one that is timed, a generation is thrown away; each has a prompt, 11 steps, and the last result again.
     assert (one["results"], one["different"]) == (2 * 13, 0)
     assert several["ms_per_token"] > 0
+
+
+@pytest.mark.slow
+def test_launches_that_were_not_sent_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(
+        tensor_parallel, "EngineConfig", lambda steps_per_launch: EngineConfig(steps_per_launch=1)
+    )
+    model = build_model(SHAPES["tiny"])
+    params = model.init_params(jax.random.key(0), "float32")
+    setting = Setting(batch=1, context=16, new_tokens=12, repeats=1)
+    with pytest.raises(RuntimeError, match=r"sent \d+ steps alone and 0 launches of 4"):
+        tensor_parallel.measure_launches(model, params, setting, 4)
 
 
 @pytest.mark.parametrize("given", [["--config", "config.json"], ["--layers", "0:1"]])

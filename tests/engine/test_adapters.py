@@ -67,9 +67,6 @@ def loaded(request, folders):
         llm.remove_lora(name)
 
 
-# Adapters are compared in tests/models/families/test_lora.py, and the two programs of rows with a grammar in
-# tests/runner/test_sample_spec.py.
-@pytest.mark.slow
 def test_rows_with_a_grammar_take_their_adapter_too(llm):
     """Their steps are two programs, and this grammar allows every token."""
     prompt = {"prompt_token_ids": PROMPT[1:]}

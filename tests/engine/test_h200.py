@@ -31,9 +31,9 @@ BESIDE = ("copy", "readmit", "readmit_processed")
 ODD, LATE, SWAPPED = "one_page", "read_late", "swapped"
 BAD = (SWAPPED, LATE, "scanned")
 HOST = ("host_swap_out", "host_swap_in", "host_states_out", "host_states_in")
-# Steps that show of a model or of an option what one of the others shows too: the kernels of states and of experts are
-# compiled alone in tests/pallas_kernels/h200, and tests/models/test_decoder_hybrid.py follows a donated cache.
-HYBRID = (
+HYBRID = ("hybrid_experts_decode_mosaic_gpu",)
+# Steps that show of a model or of an option what one of the others shows too.
+MORE_HYBRID = (
     "hybrid_delta_decode_mosaic_gpu",
     "hybrid_delta_prefill_mosaic_gpu",
     "hybrid_decode_mosaic_gpu",
@@ -41,7 +41,6 @@ HYBRID = (
     "hybrid_keeping_prefill_mosaic_gpu",
     "hybrid_keeping_verify_mosaic_gpu",
     "hybrid_prefill_mosaic_gpu",
-    "hybrid_experts_decode_mosaic_gpu",
     "hybrid_experts_prefill_mosaic_gpu",
 )
 LATENT = (
@@ -81,14 +80,14 @@ SAMPLED_BY = {
     "devices_decode_filtered_2": 1,
     "devices_decode_searched_2": 2 + 1 + 1 + 2 + 2 + 8 + 1 + 8,
 }
-OTHERS = (*HYBRID, *LATENT, *WINDOWS)
+OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS)
 SLOW_BATCHES = (
     # A loop of steps is one of the fast programs too: `multi_step`.
     (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, *GENERATES),
     # What is refused here is refused by tests/programs/test_audit.py too; a scan stays fast.
     (ODD, LATE, SWAPPED, INVARIANT, *VERIFY, *WINDOWS),
     (*DRAFTS, *KEEPING),
-    HYBRID,
+    MORE_HYBRID,
     LATENT,
     (DIVIDED, *MORE_DIVIDED, SAMPLES),
     PEERS,
@@ -96,7 +95,10 @@ SLOW_BATCHES = (
 """Slow programs that one process compiles."""
 
 SLOW = tuple(name for batch in SLOW_BATCHES for name in batch)
-FAST = [name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW]
+FAST = [
+    *(name for name in (*GOOD, *BESIDE, ODD, *BAD, *HOST) if name not in SLOW),
+    *HYBRID,
+]
 # Our kernels in a program. Per layer of a Llama one that writes, one that attends, and of few rows one for each of
 # four products; of more than 64 tokens no product is a kernel. Products of experts are two, however many tokens. With
 # adapters, gate and up are multiplied twice: with the activation in the kernel, and without it.
@@ -265,7 +267,6 @@ def test_sums_of_blocks_go_by_way_of_mailboxes_one_after_the_other(report, name)
     assert found["sum_bytes"] == 2 * 2 * 2 * 2**20
 
 
-@pytest.mark.slow
 def test_no_matrix_of_an_expert_is_copied(report):
     # Each of the two is more than this.
     assert report("hybrid_experts_decode_mosaic_gpu")["temp_bytes"] < 8 * 2**20

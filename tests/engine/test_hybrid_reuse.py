@@ -131,6 +131,31 @@ def test_several_steps_in_a_launch_keep_the_end_of_a_turn_unless_they_go_beyond_
     assert_same([second, third], uncached(engine_for(), limited, turn))
 
 
+def test_an_end_that_a_step_of_its_launch_did_not_compute_is_not_kept(monkeypatch):
+    # The last step of the launch computes the stop token, and its logits are not finite.
+    engine = engine_for(steps_per_launch=4, overlap=False)
+    prompt, more = texts(3, 50, 9)
+    probe = run(engine, prompt, max_tokens=8)[0].token_ids
+    engine.prefix.clear()
+    receive = engine._pipeline.receive
+
+    def broken():
+        step, sampled = receive()
+        if step.shape.steps == 4:
+            sampled[3] = replace(sampled[3], finite=np.zeros_like(sampled[3].finite))
+        return step, sampled
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._pipeline, "receive", broken)
+        stopped = run(engine, prompt, max_tokens=40, stop_ids=(probe[3],))[0]
+    assert stopped.token_ids == probe[:4]
+    assert all(one.confirmed for one in engine.prefix._states.kept)
+    # When it comes again and is computed, its end is kept.
+    run(engine, prompt, max_tokens=40, stop_ids=(probe[3],))
+    turn = prompt + probe[:4] + more
+    assert run(engine, turn)[0].cached == len(prompt) + 4
+
+
 def test_a_turn_whose_last_step_was_never_read_is_kept_when_it_comes_again(monkeypatch):
     # An interrupt forgets the step after the stop token, and so the states that were to count once that was read.
     engine = engine_for()
@@ -436,9 +461,8 @@ def test_samples_of_a_prompt_begin_from_a_checkpoint():
 DRAWN = {"temperature": 1.0, "seed": 7}
 
 
-# Random conversations, in which known prompts come beside others, are in test_hybrid_random.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [32, 128])
+# Smaller chunks are in the test of random arrivals.
+@pytest.mark.parametrize("budget", [pytest.param(32, marks=pytest.mark.slow), 128])
 def test_known_prompts_share_steps_with_all_others(budget):
     # With rows that generate, chunks of prompts and each other; off page ends, and drawn at random.
     engine = engine_for(budget=budget, full_hits=True)

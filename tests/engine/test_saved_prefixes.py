@@ -63,8 +63,8 @@ KINDS = {
     ),
     "gated delta": lambda: hybrid_engine(network=delta_network()),
 }
-# Pages with index keys, and states beside pages. States alone are saved as these are.
-FAST = "sparse latent", "full hits"
+# Pages with index keys, states beside pages, and states alone.
+FAST = "sparse latent", "full hits", "states alone"
 
 
 def told(engine, prompts):

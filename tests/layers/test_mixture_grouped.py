@@ -88,7 +88,8 @@ def rounded(shape, code):
 
 def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     """Sizes that the kernel does not take are recorded as a fallback."""
-    monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
+    for module in (mosaic_gpu, gathered_gpu):
+        monkeypatch.setattr(module, "why_not", module.refusal)
     mixture = MixtureConfig(experts=6, top_k=2, size=64, gated=True)
 
     def chosen(implementation, size=64, dtype=jnp.bfloat16, tokens=4, code=None):
@@ -107,8 +108,9 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     assert chosen("mosaic_gpu", tokens=3, size=2**17) == "mosaic_gpu"
     with fixed_order():
         assert chosen("mosaic_gpu", tokens=3) == "mosaic_gpu"
-    # One token asks for no expert twice.
+    # One token asks for no expert twice. Places of larger weights are no int32, so rows are sorted.
     assert chosen("mosaic_gpu", tokens=1, size=2**17) is None
+    assert chosen("mosaic_gpu", tokens=1, size=2**22) == "mosaic_gpu"
     # Two tokens ask for 100 MB twice, or for as many bytes of codes, which the products of sorted rows widen slowly.
     assert chosen("mosaic_gpu", tokens=2, size=2**17) == "mosaic_gpu"
     assert chosen("mosaic_gpu", tokens=2, size=2**18, code="float8_e4m3fn") is None

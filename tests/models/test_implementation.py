@@ -235,6 +235,7 @@ def test_a_family_names_an_implementation_or_leaves_the_choice_to_the_op():
     assert member(None, "page_write") is None
     assert member("nonesuch", "page_write") == "nonesuch"
     assert member("xla_products", "skinny_matmul") == "xla"
+    assert member("xla_products", "gathered_matmul") == "xla"
     assert member("xla_products", "page_write") is None
     assert set(FAMILIES) == {"mosaic_gpu", "xla", "cudnn", "xla_products"}
 

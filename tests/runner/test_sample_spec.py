@@ -43,14 +43,18 @@ def three_rows(params, lens):
     ]
 
 
-# The test of the fixed order below compares the same of a decode step that draws, and every bit of the cache.
-@pytest.mark.slow
+# A prompt that draws is fast. The test of the fixed order below has the programs of a decode step.
 @pytest.mark.parametrize(
     ("lens", "params"),
     [
-        pytest.param((1, 1, 1), SamplingParams(temperature=0.0), id="decode-greedy"),
-        pytest.param((1, 1, 1), DRAWN, id="decode-drawn"),
-        pytest.param((3, 1, 9), SamplingParams(temperature=0.0), id="prefill-greedy"),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow, id=name)
+            for name, given in {
+                "decode-greedy": ((1, 1, 1), SamplingParams(temperature=0.0)),
+                "decode-drawn": ((1, 1, 1), DRAWN),
+                "prefill-greedy": ((3, 1, 9), SamplingParams(temperature=0.0)),
+            }.items()
+        ),
         pytest.param((3, 1, 9), DRAWN, id="prefill-drawn"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import gathered_matmul
 from pallas_kernels.dispatch import Unsupported, fallbacks
-from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits import CODES, FewBits
 from pallas_kernels.gathered_matmul import mosaic_gpu
 from pallas_kernels.gathered_matmul.cases import CASES
 from tests.pallas_kernels.contract import cases, implementations
@@ -146,6 +146,36 @@ def test_matrices_that_nobody_chooses_and_other_rows_do_not_matter():
     assert np.isfinite(whole).all()
     alone = np.asarray(in_numpy(weight, x[1:], chosen[1:], 0))
     np.testing.assert_array_equal(alone[0], whole[1])
+
+
+def every_code(code):
+    """Returns a weight of four rows with all codes but NaN, and one row of NaN, and what it stands for."""
+    stored = np.arange(4 * 64, dtype=np.uint8).reshape(4, 64)
+    if code == "float8_e4m3fn":
+        stored[stored % 128 == 127] -= 1
+    stored = np.vstack((stored, stored[:1])).view(np.dtype(CODES[code].stored))
+    # 2, the least number, 1, 8 and NaN.
+    scale = np.array([[128], [0], [127], [130], [255]], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    weight = FewBits(stored[None], scale[None], None, None, code)
+    return weight, exact(weight)[0].astype(np.float32)
+
+
+@implementations("code", "mosaic_gpu")
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_and_scale_is_the_number_that_it_stands_for(implementation, code):
+    """Rows of x choose one column each, so a result is one number of the weight."""
+    weight, wanted = every_code(code)
+    inner = wanted.shape[1]
+    x, chosen = np.eye(inner, dtype=ml_dtypes.bfloat16), np.zeros((inner, 1), np.int32)
+    if implementation == "code":
+        got = np.asarray(in_numpy(weight, x, chosen, 0))[:, 0].T
+    else:
+        got = gathered_matmul(weight, x, chosen, implementation="mosaic_gpu")
+        got = np.asarray(got)[:, 0].T
+    # Subnormal numbers may be flushed on a CPU.
+    np.testing.assert_allclose(got[:4], wanted[:4], rtol=0, atol=2.0**-126)
+    # NaN times 0 is NaN, so it is in all sums of its row.
+    assert np.isnan(got[4]).all()
 
 
 @pytest.mark.gpu

@@ -134,8 +134,6 @@ def test_the_kernels_code_finds_the_places_of_any_choices(data):
     assert_same((row_tokens[:, None], row_groups, places, sizes), by_hand(x, chosen, groups))
 
 
-# The tests above run the same code in NumPy, which refuses races.
-@pytest.mark.slow
 def test_interpreted_the_kernel_copies_the_rows_without_a_race(races):
     chosen = drawn(34, 2, 9)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(34, 24)), jnp.bfloat16)

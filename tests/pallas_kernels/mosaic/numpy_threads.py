@@ -85,9 +85,7 @@ class NumpyThreads(Threads):
 
     def load_words(self, ref, place):
         assert (place % WORDS == 0).all(), "words that do not begin where four do"
-        words = ref.view(np.int32)
-        self._note(words, "readers", place, self.number)
-        return [words[place + part] for part in range(WORDS)]
+        return [self.load(ref.view(np.int32), place + part) for part in range(WORDS)]
 
     def load_number(self, ref, place):
         assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
