@@ -47,6 +47,9 @@ def test_streams_and_whole_replies_have_the_same_text(server):
         assert "".join(server.stream(prompt)) == whole
 
 
+# Clients leave a stand-in of the engine in tests/serve/http/test_clients_that_leave.py, and a process aborts what they
+# left in test_engine_program.py.
+@pytest.mark.slow
 def test_a_client_that_goes_frees_its_place_at_once(server):
     with httpx.Client(timeout=120) as client:
         given = {"model": "default", "prompt": "def ", "max_tokens": 400, "stream": True}

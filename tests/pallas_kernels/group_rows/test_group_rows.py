@@ -135,10 +135,10 @@ def test_the_kernels_code_finds_the_places_of_any_choices(data):
 
 
 def test_interpreted_the_kernel_copies_the_rows_without_a_race(races):
-    chosen = drawn(34, 2, 9)
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(34, 24)), jnp.bfloat16)
-    found = mosaic_gpu.group_rows(x, jnp.asarray(chosen), groups=9, blocks=2, interpret=True)
-    assert_same(found, by_hand(np.asarray(x), chosen, 9))
+    chosen = drawn(7, 2, 5)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(7, 24)), jnp.bfloat16)
+    found = mosaic_gpu.group_rows(x, jnp.asarray(chosen), groups=5, blocks=2, interpret=True)
+    assert_same(found, by_hand(np.asarray(x), chosen, 5))
     assert not races()
 
 
