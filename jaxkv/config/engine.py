@@ -35,8 +35,9 @@ class EngineConfig:
             arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or 4 for a
             full-attention model on GPUs that were measured to wait for the host: for up to 16 requests of a small
             model on one GPU, and for more on several.
-            Requests with `min_tokens` or `structured_outputs` run one step per launch. With recurrent layers, a request
-            that stops before its limit mostly keeps no checkpoint of its end (`CheckpointPolicy.end_of_generation`).
+            Requests with `min_tokens` or `structured_outputs` run one step per launch. With several, and a model with
+            recurrent layers, a request that stops before its limit mostly keeps no checkpoint of its end
+            (`CheckpointPolicy.end_of_generation`).
         speculation: drafts of the next tokens, which decode steps verify; no token changes. `None` for none. Not for
             models with whole prompts, nor for recurrent layers on several devices, nor with `pinned_shapes`.
         checkpoints: the lengths at which sequences make checkpoints of recurrent states;

@@ -76,6 +76,35 @@ def check_few_bits(name: str, weight: FewBits) -> None:
         )
 
 
+def check_matrices(
+    weight: Array | np.ndarray | FewBits, x: Array | np.ndarray, group_axis: int
+) -> None:
+    """Raises `ValueError` unless x can be multiplied with a weight of several matrices.
+
+    Args:
+        weight: [groups, out, inner], or [out, groups, inner] with `group_axis` 1.
+        x: [rows, inner].
+        group_axis: axis of the weight that counts its matrices, 0 or 1.
+    """
+    if group_axis not in (0, 1):
+        raise ValueError(
+            f"group_axis must be 0 or 1, since the last axis is contracted, got {group_axis}"
+        )
+    check_shape("x", x, (None, None))
+    if isinstance(weight, FewBits):
+        check_few_bits("weight", weight)
+        if weight.order is not None and weight.order.ndim > 1:
+            check_shape("weight.order", weight.order, (weight.shape[group_axis], weight.shape[-1]))
+    check_shape("weight", weight, (None, None, x.shape[1]))
+    if not jnp.issubdtype(x.dtype, jnp.floating) or (
+        not isinstance(weight, FewBits) and weight.dtype != x.dtype
+    ):
+        found = weight.code if isinstance(weight, FewBits) else weight.dtype
+        raise ValueError(
+            f"weight and x must share one floating dtype, got {found} and {x.dtype}; cast x to the weight's"
+        )
+
+
 def check_attention(
     q: Array | np.ndarray,
     k_pages: Array | np.ndarray,

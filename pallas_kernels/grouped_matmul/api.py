@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.arguments.checks import check_few_bits, check_ids, check_shape
+from pallas_kernels.arguments.checks import check_ids, check_matrices
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.few_bits import FewBits
@@ -108,24 +108,8 @@ def _check(
     group_axis: int,
 ) -> None:
     """Raises `ValueError` for arguments that do not fit each other."""
-    if group_axis not in (0, 1):
-        raise ValueError(
-            f"group_axis must be 0 or 1, since the last axis is contracted, got {group_axis}"
-        )
-    check_shape("x", x, (None, None))
-    if isinstance(weight, FewBits):
-        check_few_bits("weight", weight)
-        if weight.order is not None and weight.order.ndim > 1:
-            check_shape("weight.order", weight.order, (weight.shape[group_axis], weight.shape[-1]))
-    check_shape("weight", weight, (None, None, x.shape[1]))
+    check_matrices(weight, x, group_axis)
     check_ids("group_sizes", group_sizes, (weight.shape[group_axis],))
-    if not jnp.issubdtype(x.dtype, jnp.floating) or (
-        not isinstance(weight, FewBits) and weight.dtype != x.dtype
-    ):
-        found = weight.code if isinstance(weight, FewBits) else weight.dtype
-        raise ValueError(
-            f"weight and x must share one floating dtype, got {found} and {x.dtype}; cast x to the weight's"
-        )
     if isinstance(group_sizes, Tracer):
         return
     total = int(np.sum(np.asarray(group_sizes)))
