@@ -88,7 +88,7 @@ def happen(engine, draw, live):
     [
         pytest.param("window", 200, marks=pytest.mark.slow),
         pytest.param("plain", 200, marks=pytest.mark.slow),
-        ("window, launches", 25),
+        ("window, launches", 15),
         pytest.param("window, launches", 200, marks=pytest.mark.slow),
         pytest.param("plain, launches", 200, marks=pytest.mark.slow),
         pytest.param("pure", 60, marks=pytest.mark.slow),

@@ -168,13 +168,12 @@ def test_sampling_defaults_are_those_of_the_model_s_file_if_wanted(tmp_path, wan
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+# tests/serve/test_server.py has an engine that is refused, which ends the server with the engine's words, and
+# tests/programs/test_bundle.py such a folder.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "reason"),
-    # Another reason comes the same way from the child.
-    [
-        pytest.param("model", "config.json", marks=pytest.mark.slow),
-        ("programs", "holds no bundle of programs"),
-    ],
+    [("model", "config.json"), ("programs", "holds no bundle of programs")],
 )
 def test_what_does_not_load_is_refused_with_its_reason(tmp_path, option, reason):
     async def test():
