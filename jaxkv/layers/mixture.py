@@ -24,7 +24,7 @@ _KERNEL = "mosaic_gpu"
 _SORTING_BYTES = 36 * 10**6
 """Bytes that a GPU reads in the 8 us by which sorting rows by expert takes longer (gathered_matmul/NOTES.md)."""
 _WIDENING = 0.25
-"""Part by which the products of sorted rows with experts in few bits take longer than reading these (likewise)."""
+"""Least part by which products of sorted rows with experts in few bits take longer than reading these (likewise)."""
 _MOST_SORTED = 2**28
 """Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
 
