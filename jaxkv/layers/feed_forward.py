@@ -1,11 +1,8 @@
 """Feed-forward layers: gated, as in Llama (Shazeer, GLU Variants Improve Transformer), and plain."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.layers.adapted import Adapted, LayerParams
@@ -16,22 +13,10 @@ from jaxkv.layers.linear import (
     in_few_bits,
     linear,
     matmul,
-    scaled,
 )
+from pallas_kernels.activations import activate, gate
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.skinny_matmul.api import MOST_ROWS
-
-
-def _squared_relu(x: Array) -> Array:
-    return jnp.square(jax.nn.relu(x))
-
-
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu2": _squared_relu,
-}
 
 
 def gated_feed_forward(
@@ -49,7 +34,7 @@ def gated_feed_forward(
         params: "gate_up" [2 * ffn, hidden_size], gate first, "down" [hidden_size, ffn], and if the model has them
             their biases "gate_up_bias" and "down_bias".
         x: normalised hidden states.
-        activation: a name in `ACTIVATIONS`.
+        activation: a name in `pallas_kernels.activations.ACTIVATIONS`.
         gate_multiplier: factor of the gate before its activation.
         joining: the residual stream to which the last projection adds; `None` to return the output alone.
         implementation: family of implementations that every op must use; `None` for the best.
@@ -109,35 +94,9 @@ def plain_feed_forward(
         params: "up" [ffn, hidden_size], "down" [hidden_size, ffn], and if the model has them their biases "up_bias" and
             "down_bias".
         x: normalised hidden states.
-        activation: a name in `ACTIVATIONS`.
+        activation: a name in `pallas_kernels.activations.ACTIVATIONS`.
         implementation: family of implementations for weights in few bits; `None` for the best.
     """
     run = partial(linear, implementation=implementation)
     inner = activate(run(params["up"], x, params.get("up_bias")), activation=activation)
     return run(params["down"], inner, params.get("down_bias"))
-
-
-def gate(
-    gate_up: Float[Array, "tokens gate_and_up"], *, activation: str, gate_multiplier: float = 1.0
-) -> Float[Array, "tokens ffn"]:
-    """Returns `activation(gate_multiplier * gate) * up` for the halves of `gate_up`, computed in float32."""
-    gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    gates = ACTIVATIONS[activation](scaled(gates, gate_multiplier))
-    return (gates * up).astype(gate_up.dtype)
-
-
-def clamped_gate(
-    gate_up: Float[Array, "tokens gate_and_up"], *, limit: float
-) -> Float[Array, "tokens ffn"]:
-    """Returns `(up + 1) * gate * sigmoid(1.702 * gate)` for the halves of `gate_up`, computed in float32 (GPT-OSS).
-
-    `gate` is clamped to at most `limit`, and `up` to [-limit, limit].
-    """
-    gates, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    gates, up = jnp.minimum(gates, limit), jnp.clip(up, -limit, limit)
-    return ((up + 1) * gates * jax.nn.sigmoid(1.702 * gates)).astype(gate_up.dtype)
-
-
-def activate(x: Float[Array, "tokens ffn"], *, activation: str) -> Float[Array, "tokens ffn"]:
-    """Returns the activation of `x`, computed in float32."""
-    return ACTIVATIONS[activation](x.astype(jnp.float32)).astype(x.dtype)

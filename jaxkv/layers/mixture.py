@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.adapted import LayerParams
-from jaxkv.layers.feed_forward import activate, clamped_gate, gate
 from jaxkv.layers.linear import linear, project
 from pallas_kernels import gathered_matmul, group_rows, grouped_matmul, row_topk
+from pallas_kernels.activations import activate, clamped_gate, gate
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
 from pallas_kernels.formats.few_bits import FewBits
@@ -27,6 +27,9 @@ _WIDENING = 0.25
 """Least part by which products of sorted rows with experts in few bits take longer than reading these (likewise)."""
 _MOST_SORTED = 2**28
 """Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
+
+_NO_EPS = 1e-12
+"""Largest number that does not change a float32 sum of the best scores of a softmax over `MAX_EXPERTS`."""
 
 _MOST_INNER = 2**26
 """Most elements of all experts' inner activations in one block: 128 MiB of bfloat16."""
@@ -62,7 +65,7 @@ def mixture_of_experts(
             [experts, width].
         x: normalised hidden states.
         mixture: sizes and routing of the experts.
-        activation: a name in `ACTIVATIONS`.
+        activation: a name in `pallas_kernels.activations.ACTIVATIONS`.
         routing: the chosen experts, different ones for each token, and their weights; those of `route` if not given.
         grouped: implementation of `grouped_matmul` that the experts run on; `None` not to sort tokens by expert.
         gathered: implementation of `gathered_matmul` that a few tokens run on otherwise; `None` for the best.
@@ -75,15 +78,14 @@ def mixture_of_experts(
         routing = route(params, x, mixture=mixture, implementation=sorts)
     chosen, weights = routing
     rows = project(params["latent_in"], x) if "latent_in" in params else x
-    activate_rows = partial(gate if mixture.gated else activate, activation=activation)
-    if mixture.clamp is not None:
-        activate_rows = partial(clamped_gate, limit=mixture.clamp)
     if grouped is not None:
         run_experts = partial(_run_sorted, implementation=grouped, sorts=sorts)
+    elif chosen.size <= mixture.experts and not is_fixed():
+        run_experts = partial(_run_gathered, implementation=gathered)
     else:
-        few = chosen.size <= mixture.experts and not is_fixed()
-        run_experts = partial(_run_gathered, implementation=gathered) if few else _run_all
-    out = run_experts(params, rows, chosen, weights, activate_rows)
+        run_experts = _run_all
+    options = {"mixture": mixture, "activation": activation}
+    out = run_experts(params, rows, chosen, weights, **options)
     return project(params["latent_out"], out) if "latent_out" in params else out
 
 
@@ -173,16 +175,37 @@ def choose_experts(
 ) -> tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]:
     """Returns each token's experts, best first, and their weights, in float32."""
     topk = partial(row_topk, implementation=implementation)
+    if correction is None and _is_softmax_of_chosen(mixture):
+        taken, chosen = topk(logits, mixture.top_k)
+        # The best logit comes first.
+        weights = _renormalised(jnp.exp(taken - taken[:, :1]), mixture)
+        return chosen, weights * mixture.scale
     scores = jax.nn.sigmoid(logits) if mixture.scoring == "sigmoid" else jax.nn.softmax(logits)
     # The correction (Wang et al., Auxiliary-Loss-Free Load Balancing) changes the choice of experts, not their weights.
     ranked = scores if correction is None else scores + correction[None]
     taken, chosen = topk(_within_best_groups(ranked, mixture, topk), mixture.top_k)
     weights = taken if correction is None else jnp.take_along_axis(scores, chosen, axis=1)
     if mixture.renormalise:
-        # As additions, which join the kernel that uses the weights; a reduction would be one of its own.
-        first, *others = (weights[:, place, None] for place in range(mixture.top_k))
-        weights = weights / (sum(others, first) + mixture.sum_eps)
+        weights = _renormalised(weights, mixture)
     return chosen, weights * mixture.scale
+
+
+def _is_softmax_of_chosen(mixture: MixtureConfig) -> bool:
+    """Whether weights are a softmax over the chosen experts' logits, which needs no scores of the others.
+
+    A softmax over all experts that is renormalised over the chosen ones is one, if nothing else changes the choice.
+    """
+    is_softmax = mixture.scoring == "softmax" and mixture.renormalise
+    return is_softmax and mixture.groups == mixture.top_groups and mixture.sum_eps <= _NO_EPS
+
+
+def _renormalised(
+    weights: Float[Array, "tokens top_k"], mixture: MixtureConfig
+) -> Float[Array, "tokens top_k"]:
+    """Returns the weights of each token's experts divided by their sum."""
+    # As additions, which join the kernel that uses the weights; a reduction would be one of its own.
+    first, *others = (weights[:, place, None] for place in range(mixture.top_k))
+    return weights / (sum(others, first) + mixture.sum_eps)
 
 
 def _within_best_groups(
@@ -206,8 +229,9 @@ def _run_sorted(
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
     *,
+    mixture: MixtureConfig,
+    activation: str,
     implementation: str,
     sorts: str | None,
 ) -> Float[Array, "tokens width"]:
@@ -231,7 +255,7 @@ def _run_sorted(
             return out.astype(jnp.float32) + params[name][row_experts].astype(jnp.float32)
 
         inner = with_bias(multiply(up, rows), "experts_up_bias")
-        inner = activate_rows(inner).astype(x.dtype)
+        inner = _activated(inner, mixture, activation).astype(x.dtype)
         out = multiply(params["experts_down"], inner, group_axis=1)
         out = with_bias(out, "experts_down_bias")
         return _weighted(out[places].astype(jnp.float32), weights).astype(x.dtype)
@@ -244,26 +268,42 @@ def _run_gathered(
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
     *,
+    mixture: MixtureConfig,
+    activation: str,
     implementation: str | None,
 ) -> Float[Array, "tokens width"]:
     """Runs the experts with `gathered_matmul`: each token reads the matrices of its own experts."""
     picked = chosen.reshape(-1)
+    inner = gathered_matmul(
+        params["experts_up"],
+        x,
+        chosen,
+        bias=params.get("experts_up_bias"),
+        activation=None if mixture.clamp is not None else activation,
+        gated=mixture.gated,
+        clamp=mixture.clamp,
+        result=x.dtype,
+        implementation=implementation,
+    )
+    out = gathered_matmul(
+        params["experts_down"],
+        inner.reshape(len(picked), -1),
+        picked[:, None],
+        bias=params.get("experts_down_bias"),
+        group_axis=1,
+        implementation=implementation,
+    )
+    return _weighted(out.reshape(*chosen.shape, -1), weights).astype(x.dtype)
 
-    def multiply(
-        name: str, x: Float[Array, "rows inner"], chosen: Int[Array, "rows count"], axis: int
-    ) -> Float[Array, "picked out"]:
-        out = gathered_matmul(
-            params[name], x, chosen, group_axis=axis, implementation=implementation
-        )
-        out = out.reshape(len(picked), -1)
-        bias = params.get(f"{name}_bias")
-        return out if bias is None else out + bias[picked].astype(jnp.float32)
 
-    inner = activate_rows(multiply("experts_up", x, chosen, 0)).astype(x.dtype)
-    out = multiply("experts_down", inner, picked[:, None], 1).reshape(*chosen.shape, -1)
-    return _weighted(out, weights).astype(x.dtype)
+def _activated(
+    inner: Float[Array, "rows inner"], mixture: MixtureConfig, activation: str
+) -> Float[Array, "rows size"]:
+    """Returns what an expert's second product takes of the sums of its first."""
+    if mixture.clamp is not None:
+        return clamped_gate(inner, limit=mixture.clamp)
+    return (gate if mixture.gated else activate)(inner, activation=activation)
 
 
 def _weighted(
@@ -280,7 +320,9 @@ def _run_all(
     x: Float[Array, "tokens width"],
     chosen: Int[Array, "tokens top_k"],
     weights: Float[Array, "tokens top_k"],
-    activate_rows: Callable[[Float[Array, "picked inner"]], Float[Array, "picked size"]],
+    *,
+    mixture: MixtureConfig,
+    activation: str,
 ) -> Float[Array, "tokens width"]:
     """Runs all experts on all tokens, a block of tokens at a time, and drops the outputs of experts not chosen."""
     up, down = params["experts_up"], params["experts_down"]
@@ -297,7 +339,9 @@ def _run_all(
         share: Float[Array, "block experts"],
     ) -> Float[Array, "block width"]:
         inner = linear(_rows(up, -1), x, up_bias, implementation="xla").reshape(-1, inner_size)
-        inner = activate_rows(inner).astype(jnp.float32).reshape(len(x), experts, -1)
+        inner = (
+            _activated(inner, mixture, activation).astype(jnp.float32).reshape(len(x), experts, -1)
+        )
         # Selected, not multiplied by zero: the output of an expert that was not chosen may be inf or NaN.
         inner = jnp.where(picked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
         out = linear(_rows(down, width), inner.reshape(len(x), -1), implementation="xla")

@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.attention import AttentionSizes, attend_projected
-from jaxkv.layers.feed_forward import gate
 from jaxkv.layers.linear import matmul, project
 from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles
 from jaxkv.layers.shards import Shards
+from pallas_kernels.activations import gate
 
 
 def transformer_block(

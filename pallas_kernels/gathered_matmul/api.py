@@ -1,4 +1,4 @@
-"""Public entry point of `gathered_matmul`: each row times the matrices that it chooses."""
+"""Public entry point of `gathered_matmul`: each row times the matrices that it chooses, and an activation."""
 
 import math
 from dataclasses import replace
@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32, Shaped
 
-from pallas_kernels.arguments.checks import check_ids, check_matrices
+from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.arguments.checks import check_ids, check_matrices, check_shape
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.gathered_matmul import mosaic_gpu, xla
+from pallas_kernels.gathered_matmul.ending import Ending
 
 
 def gathered_matmul(
@@ -22,28 +25,41 @@ def gathered_matmul(
     x: Shaped[Array | np.ndarray, "rows inner"],
     chosen: Shaped[Array | np.ndarray, "rows count"],
     *,
+    bias: Shaped[Array | np.ndarray, "groups out"] | None = None,
     group_axis: int = 0,
+    activation: str | None = None,
+    gated: bool = False,
+    clamp: float | None = None,
+    result: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float32[Array, "rows count out"]:
-    """Computes `x[r] @ weight[chosen[r, c]].T` in float32: the experts of a few tokens.
+) -> Float[Array, "rows count columns"]:
+    """Computes `activation(x[r] @ weight[chosen[r, c]].T + bias[chosen[r, c]])`: the experts of a few tokens.
 
     Each row reads the matrices of its own choices, so it suits few rows that choose among many matrices (Punica's
-    BGMV, Chen et al., 2023). `grouped_matmul` reads a matrix once for all rows. A row's bits do not depend on others.
+    BGMV, Chen et al., 2023). `grouped_matmul` reads a matrix once for all rows. Sums, bias and activation are computed
+    in float32. A row's bits do not depend on others.
 
     Args:
         weight: [groups, out, inner], or [out, groups, inner] with `group_axis` 1. Any floating dtype, or 8 or 4 bits as
             `FewBits`, whose `order` is that of all groups or, [groups, inner], of each.
         x: in the weight's dtype; with `FewBits` any floating dtype.
         chosen: int32 groups of each row; checked for concrete arrays alone.
+        bias: of any floating dtype.
         group_axis: axis of the weight that counts its matrices, 0 or 1.
+        activation: a name in `pallas_kernels.activations.ACTIVATIONS`; `None` for none.
+        gated: whether the result is `activation(gates) * others`: a matrix has the rows of all gates, then as many
+            others, and the result half as many columns.
+        clamp: computes `pallas_kernels.activations.clamped_gate` with this limit as the activation, if given.
+        result: dtype of the result.
         implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a row chooses a group that is not there.
+        ValueError: shapes, dtypes or options do not fit, or a row chooses a group that is not there.
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
-    _check(weight, x, chosen, group_axis)
-    matrices, rows, ids = jax.tree.map(jnp.asarray, (weight, x, chosen))
+    ending = Ending(activation, gated, clamp, jnp.dtype(result))
+    _check(weight, x, chosen, bias, group_axis, ending)
+    matrices, rows, ids, added = jax.tree.map(jnp.asarray, (weight, x, chosen, bias))
     if isinstance(matrices, FewBits) and matrices.order is not None:
         matrices, (rows, ids) = replace(matrices, order=None), _ordered(rows, ids, matrices.order)
     reasons = {
@@ -51,13 +67,13 @@ def gathered_matmul(
         "xla": lambda: None,
     }
     is_ours = choose("gathered_matmul", reasons, implementation) == "mosaic_gpu"
-    out = weight.shape[1 - group_axis]
-    if not math.prod((*chosen.shape, *weight.shape)):
-        return jnp.zeros((*chosen.shape, out), jnp.float32)
+    shape = (*chosen.shape, ending.columns(weight.shape[1 - group_axis]))
+    if not math.prod((*shape, *weight.shape)):
+        return jnp.zeros(shape, result)
     found = (mosaic_gpu if is_ours else xla).gathered_matmul(
-        matrices, rows, ids, group_axis=group_axis
+        matrices, rows, ids, added, group_axis=group_axis, ending=ending
     )
-    return found.reshape(*chosen.shape, out)
+    return found.reshape(shape)
 
 
 def why_not_kernel(
@@ -91,12 +107,27 @@ def _check(
     weight: Array | np.ndarray | FewBits,
     x: Array | np.ndarray,
     chosen: Array | np.ndarray,
+    bias: Array | np.ndarray | None,
     group_axis: int,
+    ending: Ending,
 ) -> None:
     """Raises `ValueError` for arguments that do not fit each other."""
     check_matrices(weight, x, group_axis)
     check_ids("chosen", chosen, (x.shape[0], None))
-    groups = weight.shape[group_axis]
+    groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]
+    if bias is not None:
+        check_shape("bias", bias, (groups, out))
+    activation = ending.activation
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if ending.clamp is not None and (activation is not None or not ending.gated):
+        raise ValueError(
+            f"clamp takes gated products and no activation, got gated={ending.gated} and {activation!r}"
+        )
+    if ending.gated and ending.clamp is None and activation is None:
+        raise ValueError("gated products need an activation or a clamp")
+    if ending.gated and out % 2:
+        raise ValueError(f"gated matrices must have two rows for each column, got {out} rows")
     if isinstance(chosen, Tracer) or not chosen.size:
         return
     if (largest := int(np.max(np.asarray(chosen)))) >= groups:

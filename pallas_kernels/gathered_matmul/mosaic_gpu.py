@@ -8,25 +8,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
+from pallas_kernels.activations import CLAMPED_RATE
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.gathered_matmul.ending import SUMS, Ending
 from pallas_kernels.mosaic.few_bits import SCALES
 from pallas_kernels.mosaic.packed_numbers import BITS
 from pallas_kernels.mosaic.per_thread import LANES, WORDS, Threads, run_block, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.warps import WARPS
 
 _WORD = 32
 _MOST_PLACES = 2**31 - 1
 """Places are int32."""
 
-# Bytes of the weight that a warp reads at least if it computes several columns, and most columns.
-_BYTES, _MOST_COLUMNS = 4096, 8
-_ONE, _EIGHT, _MINUS_ONE = 0x3F800000, 0x41000000, -0x40800000
+# Bytes of the weight that a warp reads at least if it reads several rows, and most rows.
+_BYTES, _MOST_ROWS = 4096, 8
+
+_ROOT = 0.7978845608028654  # sqrt(2 / pi)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Geometry:
         scales: number of scales of a row of the weight; 0 without any.
         scale: their dtype; `None` without any.
         has_zeros: whether there are zero points.
+        bias: dtype of the bias; `None` without.
+        ending: what becomes of the sums.
     """
 
     rows: int
@@ -58,6 +64,8 @@ class Geometry:
     scales: int = 0
     scale: DTypeLike | None = None
     has_zeros: bool = False
+    bias: DTypeLike | None = None
+    ending: Ending = SUMS
 
     @classmethod
     def of(
@@ -108,10 +116,25 @@ class Geometry:
         return self.inner * BITS[self.kind] // _WORD
 
     @property
+    def results(self) -> int:
+        """Columns of the result."""
+        return self.ending.columns(self.out)
+
+    @property
     def columns(self) -> int:
-        """Columns of the result that a warp computes."""
-        few = max(1, min(_MOST_COLUMNS, self.out, _BYTES // (4 * self.words)))
-        return max(2 if self.out > 1 else 1, 1 << few.bit_length() - 1)
+        """Columns of the result that a warp computes, of two rows of the weight each if products are gated."""
+        few = max(1, min(_MOST_ROWS, self.out, _BYTES // (4 * self.words)))
+        rows = max(2 if self.out > 1 else 1, 1 << few.bit_length() - 1)
+        return rows // 2 if self.ending.gated else rows
+
+    @property
+    def tasks(self) -> int:
+        """Warps that have columns to compute."""
+        return self.rows * self.count * ceil(self.results / self.columns)
+
+    def row(self, group: Any, column: Any) -> Any:  # noqa: ANN401 - words
+        """Returns the row of the weight, of all groups, that a column of a group's sums is of."""
+        return group * self.out + column if self.group_axis == 0 else column * self.groups + group
 
 
 def why_not(
@@ -128,22 +151,28 @@ def refusal(
     return Geometry.of(weight, x, chosen, group_axis=group_axis).refusal()
 
 
-@partial(jax.jit, static_argnames=("group_axis", "interpret"))
+@partial(jax.jit, static_argnames=("group_axis", "ending", "interpret"))
 def gathered_matmul(
     weight: Shaped[Array, "some others inner"] | FewBits,
     x: Float[Array, "rows inner"],
     chosen: Int32[Array, "rows count"],
+    bias: Float[Array, "groups out"] | None = None,
     *,
     group_axis: int = 0,
+    ending: Ending = SUMS,
     interpret: bool = False,
-) -> Float32[Array, "pairs out"]:
+) -> Float[Array, "pairs columns"]:
     """Implements `api.gathered_matmul`. With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly.
+
+    XLA computes an ending that the kernel has not, from float32 sums.
 
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(weight, x, chosen, group_axis=group_axis)
     check_kernel(geometry.refusal())
+    own = ending if _has(ending) else SUMS
+    geometry = replace(geometry, bias=None if bias is None else bias.dtype, ending=own)
     pairs = geometry.rows * geometry.count
     found = thread_kernel(
         partial(
@@ -152,70 +181,101 @@ def gathered_matmul(
             takes_block=True,
             interpret=interpret,
         ),
-        jax.ShapeDtypeStruct((pairs * geometry.out,), jnp.float32),
+        jax.ShapeDtypeStruct((pairs * geometry.results,), own.result),
         name="gathered_matmul",
-        blocks=ceil(pairs * ceil(geometry.out / geometry.columns) / WARPS),
+        blocks=ceil(geometry.tasks / WARPS),
         interpret=interpret,
-    )(*(array.reshape(-1) for array in (x, chosen, *jax.tree.leaves(weight))))
-    return found.reshape(pairs, geometry.out)
+    )(*(array.reshape(-1) for array in jax.tree.leaves((x, chosen, bias, weight))))
+    found = found.reshape(pairs, geometry.results)
+    return found if own == ending else ending.applied(found)
+
+
+def _has(ending: Ending) -> bool:
+    """Returns whether the kernel computes an ending: it has no error function, and dtypes of 32 and 16 bits."""
+    dtypes = jnp.float32, jnp.bfloat16, jnp.float16
+    return ending.activation in (None, "silu", "gelu_tanh", "relu2") and ending.result in dtypes
 
 
 def _multiply(
     threads: Threads,
     x: Ref,
     chosen: Ref,
-    weight: Ref,
-    *others: Any,  # noqa: ANN401 - the scales and zero points, the result, and the block
+    *others: Any,  # noqa: ANN401 - the bias, the weight, its scales and zero points, the result, and the block
     geometry: Geometry,
 ) -> None:
     """Writes the columns of the warp's row and choice.
 
-    A lane multiplies every 32nd piece of 16 bytes of a row of the weight, and the warp adds up its lanes' sums.
+    A lane multiplies every 32nd piece of 16 bytes of a row of the weight, and the warp adds up its lanes' sums. Then
+    a lane has a column.
     """
     g = geometry
-    *factors, out, block = others
-    per_pair = ceil(g.out / g.columns)
+    bias, others = (others[0], others[1:]) if g.bias is not None else (None, others)
+    weight, *factors, out, block = others
+    per_pair = ceil(g.results / g.columns)
     task = block * WARPS + threads.warp
-    is_task = task < g.rows * g.count * per_pair
-    task = threads.least(task, g.rows * g.count * per_pair - 1)
+    is_task = task < g.tasks
+    task = threads.least(task, g.tasks - 1)
     pair, first = task // per_pair, (task % per_pair) * g.columns
     group = threads.most(threads.least(threads.load(chosen, pair), g.groups - 1), 0)
-    columns = [threads.least(first + column, g.out - 1) for column in range(g.columns)]
+    halves = (0, g.results) if g.ending.gated else (0,)
     rows = [
-        group * g.out + column if g.group_axis == 0 else column * g.groups + group
-        for column in columns
+        g.row(group, threads.least(first + column, g.results - 1) + half)
+        for half in halves
+        for column in range(g.columns)
     ]
+    totals = _totals(threads, x, weight, factors, pair // g.count, rows, g)
+    own = threads.least(first + threads.least(threads.lane, g.columns - 1), g.results - 1)
+    sums = []
+    for at, half in enumerate(halves):
+        found = totals[at * g.columns]
+        for column in range(1, g.columns):
+            found = threads.select(threads.lane == column, totals[at * g.columns + column], found)
+        if g.scales == 1 and not g.has_zeros:
+            scale = threads.load_number(factors[0], g.row(group, own + half))
+            found = threads.product(found, scale)
+        if bias is not None:
+            added = threads.load_number(bias, group * g.out + own + half)
+            found = threads.multiply_add(found, threads.constant(1.0), added)
+        sums.append(found)
+    is_wanted = is_task & (threads.lane < g.columns) & (first + threads.lane < g.results)
+    result = _ended(threads, sums, g.ending)
+    threads.store_number(out, pair * g.results + own, result, where=is_wanted)
+
+
+def _totals(
+    threads: Threads,
+    x: Ref,
+    weight: Ref,
+    factors: list[Ref],
+    row_of_x: Any,  # noqa: ANN401 - a word
+    rows: list[Any],
+    g: Geometry,
+) -> list[Any]:
+    """Returns the products of a row of x with rows of the weight; a scale of a whole row is left out."""
     zero = threads.lane * 0
-    totals = [zero] * g.columns
+    totals = [zero] * len(rows)
     pieces = g.words // WORDS
     for part in range(ceil(pieces / LANES)):
         piece = threads.lane + part * LANES
         place = threads.least(piece, pieces - 1)
         # All loads come before their use.
         codes = [threads.load_words(weight, row * g.words + place * WORDS) for row in rows]
-        numbers = _numbers_of_x(threads, x, pair // g.count, place, piece < pieces, g)
-        for column, (row, words) in enumerate(zip(rows, codes, strict=True)):
+        numbers = _numbers_of_x(threads, x, row_of_x, place, piece < pieces, g)
+        for at, (row, words) in enumerate(zip(rows, codes, strict=True)):
             scaled = g.scales > 1 or g.has_zeros
-            total = zero if scaled else totals[column]
+            total = zero if scaled else totals[at]
             per_word = len(numbers) // WORDS
-            for at, word in enumerate(words):
-                own = numbers[at * per_word : (at + 1) * per_word]
+            for word_at, word in enumerate(words):
+                own = numbers[word_at * per_word : (word_at + 1) * per_word]
                 total = threads.dot(total, word, own, g.kind)
             if scaled:
                 factor = row * g.scales + place * g.piece // (g.inner // g.scales)
                 if g.has_zeros:
                     total = _without_zero(threads, total, numbers, factors[1], factor)
                 scale = threads.load_number(factors[0], factor)
-                total = threads.multiply_add(total, scale, totals[column])
-            totals[column] = total
-    found = zero
-    for column, (row, total) in enumerate(zip(rows, totals, strict=True)):
-        total = threads.total_of_warp(total)
-        if g.scales == 1 and not g.has_zeros:
-            total = threads.multiply_add(total, threads.load_number(factors[0], row), zero)
-        found = threads.select(threads.lane == column, total, found)
-    is_wanted = is_task & (threads.lane < g.columns) & (first + threads.lane < g.out)
-    threads.store(out, pair * g.out + first + threads.lane, found, where=is_wanted)
+                total = threads.multiply_add(total, scale, totals[at])
+            totals[at] = total
+    return [threads.total_of_warp(total) for total in totals]
 
 
 def _numbers_of_x(
@@ -246,10 +306,45 @@ def _without_zero(
     place: Any,  # noqa: ANN401 - a word
 ) -> Any:  # noqa: ANN401 - a number
     """Returns the products with the numbers of int4 codes less their zero point, given those with the codes - 8."""
-    one = threads.lane * 0 + _ONE
+    one = threads.constant(1.0)
     of_x = numbers[0]
     for number in numbers[1:]:
         of_x = threads.multiply_add(one, number, of_x)
     zero = threads.load_number(zeros, place)
-    moved = threads.multiply_add(zero, one * 0 + _MINUS_ONE, one * 0 + _EIGHT)
+    moved = threads.multiply_add(zero, threads.constant(-1.0), threads.constant(8.0))
     return threads.multiply_add(moved, of_x, total)
+
+
+def _ended(threads: Threads, sums: list[Any], ending: Ending) -> Any:  # noqa: ANN401 - a number
+    """Returns `Ending.applied` of the sum of a column, or of a gate and of its factor."""
+    first, *others = sums
+    if ending.clamp is not None:
+        high = threads.constant(ending.clamp)
+        first = threads.smaller(first, high)
+        [up] = others
+        up = threads.larger(threads.smaller(up, high), threads.constant(-ending.clamp))
+        others = [threads.multiply_add(up, threads.constant(1.0), threads.constant(1.0))]
+        first = _over_one_and_power(threads, first, CLAMPED_RATE, first)
+    elif ending.activation == "silu":
+        first = _over_one_and_power(threads, first, 1.0, first)
+    elif ending.activation == "gelu_tanh":
+        # (1 + tanh(a)) / 2 is 1 / (1 + exp(-2 * a)).
+        cube = threads.product(threads.product(first, first), first)
+        inner = threads.multiply_add(cube, threads.constant(0.044715), first)
+        first = _over_one_and_power(threads, inner, 2 * _ROOT, first)
+    elif ending.activation == "relu2":
+        positive = threads.larger(first, threads.constant(0.0))
+        first = threads.product(positive, positive)
+    return threads.product(first, others[0]) if others else first
+
+
+def _over_one_and_power(
+    threads: Threads,
+    number: Any,  # noqa: ANN401 - a number
+    rate: float,
+    above: Any,  # noqa: ANN401 - a number
+) -> Any:  # noqa: ANN401 - a number
+    """Returns `above / (1 + exp(-rate * number))`."""
+    power = threads.power_of_two(threads.product(number, threads.constant(-rate * LOG2_E)))
+    one = threads.constant(1.0)
+    return threads.quotient(above, threads.multiply_add(power, one, one))

@@ -1,19 +1,22 @@
-"""Reference of `gathered_matmul`: each row times each matrix that it chooses, in float32."""
+"""Reference of `gathered_matmul`: each row times each matrix that it chooses, bias and activation, in float32."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.gathered_matmul.ending import SUMS, Ending
 
 
 def gathered_matmul(
     weight: Shaped[Array, "some others inner"] | FewBits,
     x: Float[Array, "rows inner"],
     chosen: Int32[Array, "rows count"],
+    bias: Float[Array, "groups out"] | None = None,
     *,
     group_axis: int = 0,
-) -> Float32[Array, "rows count out"]:
+    ending: Ending = SUMS,
+) -> Float[Array, "rows count columns"]:
     """Implements `api.gathered_matmul`."""
     each = jnp.broadcast_to(x[:, None].astype(jnp.float32), (*chosen.shape, x.shape[1]))
     if isinstance(weight, FewBits):
@@ -23,4 +26,5 @@ def gathered_matmul(
             each = jnp.take_along_axis(each, orders[chosen], axis=2)
         weight = weight.widened()
     matrices = jnp.moveaxis(weight, group_axis, 0)[chosen].astype(jnp.float32)
-    return jnp.einsum("rci,rcoi->rco", each, matrices, precision=jax.lax.Precision.HIGHEST)
+    sums = jnp.einsum("rci,rcoi->rco", each, matrices, precision=jax.lax.Precision.HIGHEST)
+    return ending.applied(sums if bias is None else sums + bias[chosen].astype(jnp.float32))

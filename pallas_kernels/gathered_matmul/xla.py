@@ -2,18 +2,21 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.gathered_matmul.ending import Ending
 
 
 def gathered_matmul(
     weight: Shaped[Array, "some others inner"] | FewBits,
     x: Float[Array, "rows inner"],
     chosen: Int32[Array, "rows count"],
+    bias: Float[Array, "groups out"] | None,
     *,
-    group_axis: int = 0,
-) -> Float32[Array, "pairs out"]:
+    group_axis: int,
+    ending: Ending,
+) -> Float[Array, "pairs columns"]:
     """Implements `api.gathered_matmul`; a weight in few bits is rounded to x's dtype.
 
     XLA joins gather, widening and product into one kernel. Its order of sums may depend on the number of pairs, also
@@ -24,10 +27,11 @@ def gathered_matmul(
     # The parts of a weight in few bits are gathered like a plain one.
     picked = jax.tree.map(lambda part: jnp.take(part, ids, axis=group_axis, mode="clip"), weight)
     matrices = picked.widened(x.dtype) if isinstance(picked, FewBits) else picked
-    return jax.lax.dot_general(
+    sums = jax.lax.dot_general(
         matrices,
         jnp.repeat(x, chosen.shape[1], axis=0),
         (((2,), (1,)), ((group_axis,), (0,))),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    return ending.applied(sums if bias is None else sums + bias[ids].astype(jnp.float32))

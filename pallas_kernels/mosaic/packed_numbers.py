@@ -20,6 +20,13 @@ AS_NUMBER = {
 }
 """MLIR's name of a type -> PTX that makes $0, a float32, of the low bits of $1."""
 
+OF_NUMBER = {
+    "f32": "mov.b32 $0, $1;",
+    "bf16": "{ .reg .b16 half; cvt.rn.bf16.f32 half, $1; mov.b32 $0, {half, half}; }",
+    "f16": "{ .reg .b16 half; cvt.rn.f16.f32 half, $1; mov.b32 $0, {half, half}; }",
+}
+"""MLIR's name of a type -> PTX that makes the low bits of $0 of $1, a float32, rounded to nearest."""
+
 # Two equal float16 numbers each: 1024 + 128, 1024 + 8, and 2**14.
 _BASES = {"int8": "0x64806480", "int4": "0x64086408", "float4_e2m1fn": "0x74007400"}
 # What makes pairs of float16, p0 and p1, of a word: of its first two numbers and of the other two.

@@ -8,6 +8,7 @@ other names have too, so the code says `x = x + y`. Between two calls of `sync` 
 writes.
 """
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,14 @@ from pallas_kernels.mosaic.dialects import (
 )
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
-from pallas_kernels.mosaic.packed_numbers import AS_NUMBER, BITS, as_words, numbers_of, unpacked
+from pallas_kernels.mosaic.packed_numbers import (
+    AS_NUMBER,
+    BITS,
+    OF_NUMBER,
+    as_words,
+    numbers_of,
+    unpacked,
+)
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
@@ -114,7 +122,7 @@ def run_threads(
     Args:
         code: the code of a thread.
         refs: references of one axis, in global or shared memory, to int32 or float32, whose bits are loaded and stored.
-            Those that `load_words` and `load_number` read may have other dtypes.
+            Those that `load_words`, `load_number` and `store_number` use may have other dtypes.
         scalars: int32 numbers, words that are equal for all threads.
         interpret: whether the interpreter runs this.
     """
@@ -169,6 +177,10 @@ class Threads(ABC):
         """Returns as a number the element at a place: a float of 32 or 16 bits, an e8m0 or a uint8."""
 
     @abstractmethod
+    def store_number(self, ref: Ref, place: Any, number: Any, *, where: Any = None) -> None:  # noqa: ANN401 - words
+        """Stores a number as `store` does, rounded to the dtype of the reference: a float of 32 or 16 bits."""
+
+    @abstractmethod
     def numbers(self, word: Any, kind: str) -> list[Any]:  # noqa: ANN401 - a word
         """Returns the numbers that a word holds, of a kind in `BITS`; those of int4 are its codes - 8."""
 
@@ -179,6 +191,22 @@ class Threads(ABC):
     @abstractmethod
     def multiply_add(self, one: Any, other: Any, total: Any) -> Any:  # noqa: ANN401 - numbers
         """Returns the number `one * other + total`, rounded once where it is emitted."""
+
+    @abstractmethod
+    def quotient(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers
+        """Returns the number `one / other`."""
+
+    @abstractmethod
+    def power_of_two(self, number: Any) -> Any:  # noqa: ANN401 - a number
+        """Returns 2 to the power of a number, with an error of some 2**-22 where it is emitted."""
+
+    @abstractmethod
+    def smaller(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers
+        """Returns the smaller of two numbers, NaN if one is."""
+
+    @abstractmethod
+    def larger(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers
+        """Returns the larger of two numbers, NaN if one is."""
 
     @abstractmethod
     def total_of_warp(self, number: Any) -> Any:  # noqa: ANN401 - a number
@@ -208,12 +236,20 @@ class Threads(ABC):
     def sync(self) -> None:
         """Waits for all threads, whose earlier stores are then visible."""
 
-    def least(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - words or numbers
-        """Returns the smaller of two numbers."""
+    def constant(self, value: float) -> Any:  # noqa: ANN401 - a number
+        """Returns a number that is the same in all threads."""
+        return self.lane * 0 + struct.unpack("<i", struct.pack("<f", value))[0]
+
+    def product(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers
+        """Returns the number `one * other`."""
+        return self.multiply_add(one, other, self.lane * 0)
+
+    def least(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - words
+        """Returns the smaller of two words."""
         return self.select(one < other, one, other)
 
-    def most(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - words or numbers
-        """Returns the larger of two numbers."""
+    def most(self, one: Any, other: Any) -> Any:  # noqa: ANN401 - words
+        """Returns the larger of two words."""
         return self.select(one > other, one, other)
 
     def running_sum(self, word: Any, table: Ref) -> Any:  # noqa: ANN401 - a word
@@ -303,13 +339,7 @@ class _Emitted(Threads):
     def store(
         self, ref: Value, place: Word, word: Word | int, *, where: Word | None = None
     ) -> None:
-        if where is None:
-            llvm.store(_value(word), _address(ref, place))
-            return
-        branch = scf.IfOp(where.value)
-        with ir.InsertionPoint(branch.then_block):
-            llvm.store(_value(word), _address(ref, place))
-            scf.yield_([])
+        _store(_value(word), _address(ref, place), where)
 
     def load_words(self, ref: Value, place: Word) -> list[Word]:
         words = llvm.load(ir.VectorType.get((WORDS,), i32()), _address(ref, place))
@@ -323,6 +353,17 @@ class _Emitted(Threads):
         if utils.bitwidth(element) < 32:
             value = arith.extui(i32(), value)
         return Word(llvm.inline_asm(i32(), [value], AS_NUMBER[str(element)], "=r,r"))
+
+    def store_number(
+        self, ref: Value, place: Word, number: Word, *, where: Word | None = None
+    ) -> None:
+        element = ir.MemRefType(ref.type).element_type
+        bits = ir.IntegerType.get_signless(utils.bitwidth(element))
+        address = utils.getelementptr(utils.memref_ptr(ref), [place.value], bits)
+        value = llvm.inline_asm(i32(), [number.value], OF_NUMBER[str(element)], "=r,r")
+        if utils.bitwidth(element) < 32:
+            value = arith.trunci(bits, value)
+        _store(value, address, where)
 
     def numbers(self, word: Word, kind: str) -> list[Word]:
         count = 32 // BITS[kind]
@@ -342,6 +383,18 @@ class _Emitted(Threads):
     def multiply_add(self, one: Word, other: Word, total: Word) -> Word:
         operands = [one.value, other.value, total.value]
         return Word(llvm.inline_asm(i32(), operands, "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+    def quotient(self, one: Word, other: Word) -> Word:
+        return _of_two("div.rn.f32 $0, $1, $2;", one, other)
+
+    def power_of_two(self, number: Word) -> Word:
+        return Word(llvm.inline_asm(i32(), [number.value], "ex2.approx.f32 $0, $1;", "=r,r"))
+
+    def smaller(self, one: Word, other: Word) -> Word:
+        return _of_two("min.NaN.f32 $0, $1, $2;", one, other)
+
+    def larger(self, one: Word, other: Word) -> Word:
+        return _of_two("max.NaN.f32 $0, $1, $2;", one, other)
 
     def total_of_warp(self, number: Word) -> Word:
         for distance in (16, 8, 4, 2, 1):
@@ -382,6 +435,20 @@ class _Emitted(Threads):
         )
 
 
+def _store(value: Value, address: Value, where: Word | None) -> None:
+    if where is None:
+        llvm.store(value, address)
+        return
+    branch = scf.IfOp(where.value)
+    with ir.InsertionPoint(branch.then_block):
+        llvm.store(value, address)
+        scf.yield_([])
+
+
+def _of_two(text: str, one: Word, other: Word) -> Word:
+    return Word(llvm.inline_asm(i32(), [one.value, other.value], text, "=r,r,r"))
+
+
 def _assembled(text: str, word: Word) -> Word:
     return Word(llvm.inline_asm(i32(), [word.value], text, "=&r,r", has_side_effects=True))
 
@@ -410,18 +477,7 @@ class _Interpreted(Threads):
         self, ref: Ref, place: Array, word: Array | int, *, where: Array | None = None
     ) -> None:
         word = jnp.broadcast_to(jnp.asarray(word, jnp.int32), THREADS)
-        number = lax.bitcast_convert_type(word, ref.dtype)
-        wanted = jnp.ones(THREADS, bool) if where is None else where
-
-        # One by one, so that a block touches no element that is another block's.
-        def store_one(thread: Array, carry: None) -> None:
-            @pl.when(wanted[thread])
-            def _() -> None:
-                assign(ref, place[thread], number[thread])
-
-            return carry
-
-        lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), store_one, None)
+        _store_each(ref, place, lax.bitcast_convert_type(word, ref.dtype), where)
 
     def load_words(self, ref: Ref, place: Array) -> list[Array]:
         words = as_words(ref[...])
@@ -429,6 +485,11 @@ class _Interpreted(Threads):
 
     def load_number(self, ref: Ref, place: Array) -> Array:
         return _bits(ref[...][place].astype(jnp.float32))
+
+    def store_number(
+        self, ref: Ref, place: Array, number: Array, *, where: Array | None = None
+    ) -> None:
+        _store_each(ref, place, _float(number).astype(ref.dtype), where)
 
     def numbers(self, word: Array, kind: str) -> list[Array]:
         return [_bits(number) for number in numbers_of(word, kind)]
@@ -440,6 +501,18 @@ class _Interpreted(Threads):
 
     def multiply_add(self, one: Array, other: Array, total: Array) -> Array:
         return _bits(_float(one) * _float(other) + _float(total))
+
+    def quotient(self, one: Array, other: Array) -> Array:
+        return _bits(_float(one) / _float(other))
+
+    def power_of_two(self, number: Array) -> Array:
+        return _bits(jnp.exp2(_float(number)))
+
+    def smaller(self, one: Array, other: Array) -> Array:
+        return _bits(jnp.minimum(_float(one), _float(other)))
+
+    def larger(self, one: Array, other: Array) -> Array:
+        return _bits(jnp.maximum(_float(one), _float(other)))
 
     def total_of_warp(self, number: Array) -> Array:
         totals = jnp.sum(_float(number).reshape(WARPS, LANES), axis=1)
@@ -471,6 +544,20 @@ class _Interpreted(Threads):
 
     def sync(self) -> None:
         pass
+
+
+def _store_each(ref: Ref, place: Array, numbers: Array, where: Array | None) -> None:
+    """Stores one element after the other, so that a block touches none that is another block's."""
+    wanted = jnp.ones(THREADS, bool) if where is None else where
+
+    def store_one(thread: Array, carry: None) -> None:
+        @pl.when(wanted[thread])
+        def _() -> None:
+            assign(ref, place[thread], numbers[thread])
+
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), store_one, None)
 
 
 def _float(word: Array) -> Array:

@@ -9,13 +9,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.arguments.checks import check_few_bits, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
-from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS
 from pallas_kernels.skinny_matmul.weighed import Weighed

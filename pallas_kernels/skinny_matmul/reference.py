@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 
 
 def skinny_matmul(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.fixed_order import by_row_tiles
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import product, rounded_rows
-from pallas_kernels.skinny_matmul.activations import ACTIVATIONS
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.weighed import Weighed, inverse_root, weigh
 

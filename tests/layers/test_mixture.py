@@ -1,5 +1,6 @@
 """A mixture of experts against loops over tokens in float64, for every scoring and selection of experts."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jaxkv.config.blocks import MixtureConfig
 from jaxkv.layers.mixture import choose_experts, mixture_of_experts
 from jaxkv.layers.norm import gated_group_norm
+from tests.layers.jaxprs import equations
 
 HIDDEN, TOKENS = 12, 9
 SIZES = {"experts": 6, "top_k": 2, "size": 8}
@@ -178,3 +180,26 @@ def test_the_gated_norm_takes_each_group_by_itself(groups, gate_first):
         eps=1e-5,
     )
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_a_softmax_over_the_chosen_are_those_over_all_renormalised():
+    """With logits whose powers are no float32, and an epsilon of the sum that is too large to be left out."""
+    draw = np.random.default_rng(4)
+    logits = draw.normal(size=(5, 12)) * 8 + 300
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    scores = powers / powers.sum(axis=1, keepdims=True)
+    wanted = np.argsort(-scores, axis=1)[:, :3]
+    taken = np.take_along_axis(scores, wanted, axis=1)
+    for eps in (1e-20, 0.5):
+        mixture = MixtureConfig(experts=12, top_k=3, size=8, gated=True, scale=2.0, sum_eps=eps)
+        chosen, weights = choose_experts(jnp.asarray(logits, jnp.float32), None, mixture=mixture)
+        np.testing.assert_array_equal(chosen, wanted)
+        total = taken.sum(axis=1, keepdims=True) + eps
+        np.testing.assert_allclose(weights, 2 * taken / total, rtol=1e-4, atol=1e-30)
+    run = partial(choose_experts, correction=None, mixture=replace(mixture, sum_eps=1e-20))
+    steps = [str(one.primitive) for one in equations(run, jnp.zeros((5, 12), jnp.float32))]
+    assert "reduce_sum" not in steps
+    assert "reduce_sum" in [
+        str(one.primitive)
+        for one in equations(partial(run, mixture=mixture), jnp.zeros((5, 12), jnp.float32))
+    ]

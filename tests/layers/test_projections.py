@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxkv.layers.embedding import embed, unembed
-from jaxkv.layers.feed_forward import ACTIVATIONS, gated_feed_forward
+from jaxkv.layers.feed_forward import gated_feed_forward
 from jaxkv.layers.linear import linear
 from jaxkv.layers.norm import rms_norm
+from pallas_kernels.activations import ACTIVATIONS
 from tests.layers.jaxprs import equations
 
 DRAW = np.random.default_rng(0)

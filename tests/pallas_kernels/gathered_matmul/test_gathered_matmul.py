@@ -1,5 +1,6 @@
 """`gathered_matmul`: each row times the matrices that it chooses, of every form; its kernel's code in NumPy too."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.formats.few_bits import CODES, FewBits
 from pallas_kernels.gathered_matmul import mosaic_gpu
 from pallas_kernels.gathered_matmul.cases import CASES
+from pallas_kernels.gathered_matmul.ending import SUMS, Ending
 from tests.pallas_kernels.contract import cases, implementations
 from tests.pallas_kernels.few_bits import KINDS, drawn, exact
 from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
@@ -42,8 +44,8 @@ def made(kind, inner, shape, dtype="bfloat16", seed=0):
     return weight, x, chosen
 
 
-def assert_near(got, wanted, tolerance):
-    assert got.dtype == jnp.float32
+def assert_near(got, wanted, tolerance, dtype=jnp.float32):
+    assert got.dtype == dtype
     error = np.abs(np.asarray(got, np.float64) - wanted)
     assert (error <= tolerance * (np.abs(wanted).max() + 1e-30)).all()
 
@@ -89,15 +91,14 @@ def test_columns_in_an_order_of_their_own_meet_those_of_x(implementation, orders
     assert_near(gathered_matmul(weight, x, chosen, implementation=implementation), wanted, 0.01)
 
 
-def in_numpy(weight, x, chosen, axis):
+def in_numpy(weight, x, chosen, axis, bias=None, ending=SUMS):
     """Runs the kernel's code for each of its blocks."""
     geometry = mosaic_gpu.Geometry.of(weight, x, chosen, group_axis=axis)
     assert geometry.refusal() is None
-    pairs = chosen.size
-    out = np.full(pairs * geometry.out, np.nan, np.float32)
-    parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves(weight)]
-    tasks = pairs * -(-geometry.out // geometry.columns)
-    for block in range(-(-tasks // 4)):
+    geometry = replace(geometry, bias=None if bias is None else bias.dtype, ending=ending)
+    out = np.full(chosen.size * geometry.results, np.nan, ending.result)
+    parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves((bias, weight))]
+    for block in range(-(-geometry.tasks // 4)):
         mosaic_gpu._multiply(
             NumpyThreads(),
             x.reshape(-1),
@@ -107,7 +108,7 @@ def in_numpy(weight, x, chosen, axis):
             np.full(128, block, np.int32),
             geometry=geometry,
         )
-    return jnp.asarray(out.reshape(*chosen.shape, geometry.out))
+    return jnp.asarray(out.reshape(*chosen.shape, geometry.results))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -122,7 +123,96 @@ def test_the_kernels_code_multiplies_weights_of_every_form(kind, dtype):
         assert_near(in_numpy(weight, x, chosen, shape[-1]), wanted, 1e-5)
 
 
-# The test above has the code for every form.
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def gelu_tanh(x):
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+ENDINGS = {
+    "silu gate": (
+        {"activation": "silu", "gated": True},
+        lambda gate, up: gate * sigmoid(gate) * up,
+    ),
+    "gelu_tanh gate": (
+        {"activation": "gelu_tanh", "gated": True},
+        lambda gate, up: gelu_tanh(gate) * up,
+    ),
+    "gelu gate": ({"activation": "gelu", "gated": True}, lambda gate, up: gelu(gate) * up),
+    "silu": ({"activation": "silu"}, lambda x: x * sigmoid(x)),
+    "relu2": ({"activation": "relu2"}, lambda x: np.maximum(x, 0) ** 2),
+    "clamped gate": (
+        {"clamp": 1.5, "gated": True},
+        lambda gate, up: (
+            (np.clip(up, -1.5, 1.5) + 1)
+            * np.minimum(gate, 1.5)
+            * sigmoid(1.702 * np.minimum(gate, 1.5))
+        ),
+    ),
+    "sums": ({}, lambda x: x),
+}
+
+
+def ended(name, sums):
+    """Returns the results of sums in float64."""
+    options, end = ENDINGS[name]
+    return end(*np.split(sums, 2, axis=-1)) if options.get("gated") else end(sums)
+
+
+@implementations("xla", "code", "mosaic_gpu")
+@pytest.mark.parametrize("name", ENDINGS)
+def test_sums_end_with_bias_and_activation(implementation, name):
+    """Sums are up to some 100, of either sign. A row of NaN stays one, also behind a clamp."""
+    for kind, shape, result, bias_dtype in (
+        (None, (2, 3, 5, 38, 0), jnp.float32, None),
+        ("e4m3 by row", (2, 3, 5, 38, 0), jnp.bfloat16, jnp.bfloat16),
+        ("mxfp4", (4, 1, 3, 6, 1), jnp.float16, jnp.float32),
+    ):
+        weight, x, chosen = made(kind, 256, shape)
+        groups, out, axis = shape[2:]
+        sums = by_hand(weight, x, chosen, axis)
+        # Some beyond every clamp, some within.
+        x = (x.astype(np.float32) * np.float32(8 / np.abs(sums).max())).astype(x.dtype)
+        sums, bias = by_hand(weight, x, chosen, axis), None
+        if bias_dtype is not None:
+            draw = np.random.default_rng(3).normal(size=(groups, out))
+            bias = (draw * np.abs(sums).max()).astype(bias_dtype)
+            sums = sums + bias[chosen].astype(np.float64)
+        options, _ = ENDINGS[name]
+        ending = Ending(**options, result=jnp.dtype(result))
+        if implementation == "code" and not mosaic_gpu._has(ending):
+            pytest.skip("XLA computes it from the sums")
+        if implementation == "code":
+            got = in_numpy(weight, x, chosen, axis, bias, ending)
+        else:
+            options = options | {"bias": bias, "group_axis": axis, "result": result}
+            got = gathered_matmul(weight, x, chosen, **options, implementation=implementation)
+        wanted = ended(name, sums)
+        assert np.isfinite(wanted).all()
+        tolerance = max(2e-5, jnp.finfo(result).eps) if implementation != "xla" else 0.01
+        assert_near(got, wanted, tolerance, result)
+
+
+@pytest.mark.parametrize("name", sorted(ENDINGS.keys() - {"gelu gate"}))
+def test_the_kernels_endings_pass_nan_and_infinity_on_as_xla_does(name):
+    weight, x, chosen = made(None, 128, (4, 1, 3, 8, 0))
+    x[0, 0], x[1, 0], x[2, 0] = np.nan, np.inf, -np.inf
+    weight[..., 0] = 1
+    options, _ = ENDINGS[name]
+    with np.errstate(all="ignore"):
+        got = np.asarray(in_numpy(weight, x, chosen, 0, ending=Ending(**options)))
+    wanted = np.asarray(gathered_matmul(weight, x, chosen, **options, implementation="xla"))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert np.isnan(got[0]).all()
+
+
+# The tests above have the code for every form and ending.
 @pytest.mark.parametrize(
     "kind",
     [
@@ -131,10 +221,12 @@ def test_the_kernels_code_multiplies_weights_of_every_form(kind, dtype):
     ],
 )
 def test_interpreted_the_kernel_does_the_same_without_a_race(kind, races):
-    weight, x, chosen = made(kind, 256, (2, 2, 3, 19, 0))
+    weight, x, chosen = made(kind, 256, (2, 2, 3, 38, 0))
     arrays = jax.tree.map(jnp.asarray, (weight, x, chosen))
-    got = mosaic_gpu.gathered_matmul(*arrays, interpret=True).reshape(2, 2, 19)
-    assert_near(got, by_hand(weight, x, chosen, 0), 1e-5)
+    ending = Ending("silu", gated=True, result=jnp.dtype(jnp.bfloat16))
+    got = mosaic_gpu.gathered_matmul(*arrays, ending=ending, interpret=True).reshape(2, 2, 19)
+    wanted = ended("silu gate", by_hand(weight, x, chosen, 0))
+    assert_near(got, wanted, 2**-8, jnp.bfloat16)
     assert not races()
 
 
@@ -215,6 +307,16 @@ def test_wrong_arguments_are_told(as_in_production):
         gathered_matmul(weight, x[:, :32], chosen)
     with pytest.raises(ValueError, match="chosen must have shape"):
         gathered_matmul(weight, x, chosen[:1])
+    for options, words in (
+        ({"bias": np.zeros((5, 36), np.float32)}, r"bias must have shape \[5, 37\]"),
+        ({"activation": "tanh"}, "activation must be one of silu"),
+        ({"activation": "silu", "gated": True}, "must have two rows for each column, got 37"),
+        ({"gated": True}, "need an activation or a clamp"),
+        ({"clamp": 7.0}, "clamp takes gated products"),
+        ({"clamp": 7.0, "gated": True, "activation": "silu"}, "no activation, got gated=True"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gathered_matmul(weight, x, chosen, **options)
     with pytest.raises(Unsupported, match="mosaic_gpu"):
         gathered_matmul(
             weight.astype(np.float32), x.astype(np.float32), chosen, implementation="mosaic_gpu"

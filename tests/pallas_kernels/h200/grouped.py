@@ -1,5 +1,7 @@
 """`grouped_matmul` and `gathered_matmul`, as kernels.py compiles them for an H200."""
 
+from functools import partial
+
 
 def programs():
     """Returns, by name, a function and the shapes of its arguments; the first, x, is donated for nothing."""
@@ -9,6 +11,7 @@ def programs():
     from pallas_kernels.fixed_order import fixed_order
     from pallas_kernels.formats.few_bits import CODES, FewBits
     from pallas_kernels.gathered_matmul import mosaic_gpu as gathered_matmul
+    from pallas_kernels.gathered_matmul.ending import SUMS, Ending
     from pallas_kernels.grouped_matmul import mosaic_gpu
     from pallas_kernels.grouped_matmul.cases import CASES
     from tests.pallas_kernels.few_bits import KINDS
@@ -51,14 +54,15 @@ def programs():
 
         return run_in_order, arguments
 
-    def gathered(kind):
+    def gathered(kind, ending=SUMS):
         name = "qwen3-next-up-t8"
         _, (_, weight, _) = in_few_bits(name, kind) if kind in KINDS else multiply(name)
         x = jax.ShapeDtypeStruct((8, weight.shape[-1]), jnp.bfloat16)
         chosen = jax.ShapeDtypeStruct((8, 10), jnp.int32)
 
         def run(x, weight, chosen):
-            return [gathered_matmul.gathered_matmul(weight, x, chosen + n) for n in range(5)]
+            run = partial(gathered_matmul.gathered_matmul, ending=ending)
+            return [run(weight, x, chosen + n) for n in range(5)]
 
         return run, (x, weight, chosen)
 
@@ -77,4 +81,14 @@ def programs():
         f"gathered {kind}": gathered(kind)
         for kind in ("16 bits", "e4m3 by 128", "int8 by 32", "int4 by 64, zeros", "mxfp4")
     }
-    return {name: multiply(name) for name in names} | few | ordered | apart
+    narrow = {"gated": True, "result": jnp.dtype(jnp.bfloat16)}
+    gates = {
+        "silu gate": Ending("silu", **narrow),
+        "gelu_tanh gate": Ending("gelu_tanh", **narrow),
+        "clamped gate": Ending(clamp=7.0, **narrow),
+        "relu2": Ending("relu2", result=jnp.dtype(jnp.float16)),
+    }
+    ended = {
+        f"gathered e4m3 by 128, {name}": gathered("e4m3 by 128", end) for name, end in gates.items()
+    }
+    return {name: multiply(name) for name in names} | few | ordered | apart | ended

@@ -91,6 +91,11 @@ class NumpyThreads(Threads):
         assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
         return ref[place].astype(np.float32).view(np.int32)
 
+    def store_number(self, ref, place, number, *, where=None):
+        wanted = np.broadcast_to(True if where is None else where, THREADS)
+        self._note(ref, "writers", place[wanted], self.number[wanted], alone=True)
+        ref[place[wanted]] = number.view(np.float32)[wanted].astype(ref.dtype)
+
     def numbers(self, word, kind):
         return [np.asarray(number).view(np.int32) for number in numbers_of(jnp.asarray(word), kind)]
 
@@ -102,6 +107,19 @@ class NumpyThreads(Threads):
     def multiply_add(self, one, other, total):
         one, other, total = (word.view(np.float32) for word in (one, other, total))
         return (one * other + total).view(np.int32)
+
+    def quotient(self, one, other):
+        return (one.view(np.float32) / other.view(np.float32)).view(np.int32)
+
+    def power_of_two(self, number):
+        with np.errstate(over="ignore"):
+            return np.exp2(number.view(np.float32)).view(np.int32)
+
+    def smaller(self, one, other):
+        return np.minimum(one.view(np.float32), other.view(np.float32)).view(np.int32)
+
+    def larger(self, one, other):
+        return np.maximum(one.view(np.float32), other.view(np.float32)).view(np.int32)
 
     def total_of_warp(self, number):
         totals = number.view(np.float32).reshape(WARPS, LANES).sum(axis=1)
