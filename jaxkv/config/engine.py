@@ -32,12 +32,15 @@ class EngineConfig:
         overlap: dispatch a step before the previous one is collected. Without it, the device is idle between two steps,
             but no token is computed after a sequence's stop.
         steps_per_launch: decode steps per launched program while all requests are decoding and none waits. Tokens then
-            arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or 4 for a
-            full-attention model on GPUs that were measured to wait for the host: for up to 16 requests of a small
-            model on one GPU, and for more on several.
+            arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or 4 on GPUs that
+            were measured to wait for the host, for models without windows and MLA: for up to 16 requests on one GPU if
+            a step of one request reads few weights, of experts those that a token uses; and for more on several GPUs,
+            without recurrent layers.
             Requests with `min_tokens` or `structured_outputs` run one step per launch. With several, and a model with
             recurrent layers, a request that stops before its limit mostly keeps no checkpoint of its end
-            (`CheckpointPolicy.end_of_generation`).
+            (`CheckpointPolicy.end_of_generation`), so its next turn begins at that of its prompt. Computing a reply of
+            a few hundred tokens again, as part of a prompt, takes tens of milliseconds; the launches save some
+            milliseconds for each of its tokens. 1 keeps the ends.
         speculation: drafts of the next tokens, which decode steps verify; no token changes. `None` for none. Not for
             models with whole prompts, nor for recurrent layers on several devices, nor with `pinned_shapes`.
         checkpoints: the lengths at which sequences make checkpoints of recurrent states;

@@ -3,6 +3,9 @@
 For a small model the host needs about as long to dispatch a step as the GPU needs to run it. A program of several steps
 costs the host hardly more than one step. In return its tokens arrive together, and a row that stops early wastes the
 remaining steps.
+
+The remaining steps also change the row's recurrent states. So a request that stops before its limit mostly keeps no
+checkpoint of its end, and its next turn begins at the checkpoint of its prompt.
 """
 
 import logging
@@ -14,6 +17,7 @@ import jax
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.engine.steps.step_plan import Part
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.tensor_parallel import TensorParallel, has_mailboxes
 from jaxkv.programs.audit import GRANULE
@@ -22,14 +26,17 @@ from jaxkv.runner.model_runner import ModelRunner
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.step_shapes import StepShapes
 from jaxkv.sampling.features import union
-from jaxkv.weights.quantised.weight_forms import bytes_of_types
+from jaxkv.weights.quantised.weight_forms import bytes_of_types, is_few_bits
 from pallas_kernels.peer_sum.api import MOST_BYTES
 
 _LOG = logging.getLogger(__name__)
 
 _STEPS = 4
 _SMALL_BYTES = 4 * 2**30
-"""Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step."""
+"""Bytes of parameters that a GPU reads in about a millisecond, the time that the host needs to dispatch a step.
+
+The host needs longer for many layers, such as 6 milliseconds for 48 with states and experts.
+"""
 _SMALL_BYTES_OF_SEVERAL = 150 * 10**6
 """The same per layer and device for several GPUs: 35 microseconds, measured at one row of two shapes on four."""
 _MOST_SUM_BYTES = 0.7 * 2**30
@@ -71,8 +78,8 @@ class MultiStep:
         shapes: padded shapes of single steps.
         oom_backoff: shapes to avoid.
         steps: decode steps per program; 1 sends every step alone. `None` decides by measurement: it sends several steps
-            if the device was waiting for the host, the model is small, all layers have full attention, the program is
-            compiled already, and on one device the batch is small.
+            if the device was waiting for the host, `choose_steps` allows it for the model, the program is compiled
+            already, and on one device the batch is small.
 
     Attributes:
         chosen: the number of steps per program, and which steps are sent so.
@@ -149,6 +156,9 @@ def choose_steps(
 ) -> StepsPerLaunch:
     """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on GPUs.
 
+    A model is small if a step of one row reads few bytes, see `bytes_of_one_row`. Its layers have full attention; on
+    one device they may also have recurrent states. Windows, and states on several devices, were not measured.
+
     Args:
         requested: `EngineConfig.steps_per_launch`.
         model: the model.
@@ -157,12 +167,11 @@ def choose_steps(
     """
     if requested is not None:
         return StepsPerLaunch(requested)
-    paged = layout.paged_groups
-    one_kind = len(paged) == 1 and paged[0].window is None
-    if not one_kind or layout.state_groups or layout.expands or jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" or not _allows_several(model, layout):
         return StepsPerLaunch(1, automatic=True)
-    layers, small, rows = len(paged[0].layers), _SMALL_BYTES, _FEW_ROWS
+    small, rows = _SMALL_BYTES, _FEW_ROWS
     if isinstance(model, TensorParallel):
+        layers = len(layout.paged_groups[0].layers)
         small = model.count * layers * _SMALL_BYTES_OF_SEVERAL
         # Of the embeddings and of two products per layer, in 16 bits: signals and two copies, in pieces of `GRANULE`.
         pieces = int(_MOST_SUM_BYTES / (2 * layers + 1) / GRANULE) - 1
@@ -170,8 +179,43 @@ def choose_steps(
         if has_mailboxes(model):
             # Sums by way of mailboxes keep nothing for a program.
             rows = max(rows, MOST_BYTES // (2 * model.config.hidden_size))
-    number = _STEPS if bytes_of_types(params) <= small else 1
+    number = _STEPS if bytes_of_one_row(model, params) <= small else 1
     return StepsPerLaunch(number, automatic=True, rows=rows)
+
+
+def bytes_of_one_row(model: Model, params: Params) -> int:
+    """Returns the bytes of parameters that a decode step of one row reads.
+
+    Of a decoder's experts it counts those that a token uses; with `batch_invariant` all, since XLA then runs all. Of
+    embeddings it counts nothing if another table makes the logits. Of other models, and of decoders that several
+    devices divide, it counts all parameters: on each device.
+
+    Args:
+        model: the model.
+        params: its parameters, or their types.
+    """
+    if not isinstance(model, Decoder):
+        return bytes_of_types(params)
+    declared, mixture = model.leaf_declarations(), model.config.mixture
+    paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_few_bits)
+    read = 0
+    for path, weight in paths:
+        name, size = jax.tree_util.keystr(path, simple=True, separator="."), bytes_of_types(weight)
+        is_experts = name in declared and declared[name].is_experts
+        if mixture is not None and is_experts and not model.batch_invariant:
+            size = size * mixture.top_k // mixture.experts
+        if name != "embed" or model.config.tie_embeddings:
+            read += size
+    return read
+
+
+def _allows_several(model: Model, layout: CacheLayout) -> bool:
+    """Whether several steps may be chosen for such layers: full attention, and on one device recurrent states."""
+    paged, states = layout.paged_groups, layout.state_groups
+    if states and isinstance(model, TensorParallel):
+        return False
+    is_full = len(paged) == 1 and paged[0].window is None and not layout.expands
+    return is_full or (not paged and bool(states))
 
 
 def declare_multi_steps(needed: Sequence[ProgramSpec], chosen: StepsPerLaunch) -> list[StepSpec]:

@@ -4,18 +4,26 @@ import random
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxkv.bench.shapes import SHAPES
+from jaxkv.bench.shapes import HYBRID_SHAPES, SHAPES
 from jaxkv.cache.spec import LayerSpec, group_layers
-from jaxkv.cache.variants import gqa, sampling, window
+from jaxkv.cache.variants import gqa, mla, sampling, window
+from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.config.engine import EngineConfig
+from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.steps import multi_step
 from jaxkv.engine.steps.in_flight import InFlightStep
-from jaxkv.engine.steps.multi_step import StepsPerLaunch, choose_steps, declare_multi_steps
+from jaxkv.engine.steps.multi_step import (
+    StepsPerLaunch,
+    bytes_of_one_row,
+    choose_steps,
+    declare_multi_steps,
+)
 from jaxkv.engine.warm_up import declare_served
 from jaxkv.models.registry import build_model
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel
@@ -24,6 +32,8 @@ from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import features_for
+from jaxkv.weights.quantised.weight_forms import bytes_of_types
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.peer_sum.api import MOST_BYTES
 from tests.engine.engines import (
     LONGEST,
@@ -273,21 +283,126 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
     assert 4 not in sent[:8]
 
 
+def layout_of(model):
+    return group_layers((*model.cache_specs(page_size=4, dtype="bfloat16"), SAMPLING))
+
+
+def chosen_for(config, devices=1):
+    """Returns the automatic number of steps for a model of this config in bfloat16."""
+    model = build_model(config)
+    if devices > 1:
+        mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
+        model = TensorParallel(model, mesh)
+    return choose_steps(None, model, model.param_shapes("bfloat16"), layout_of(model)).number
+
+
 def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
-    """Only measured cases are chosen: not windows, states, or large models."""
+    """Not for windows, latents that prompts expand, several kinds of pages, or large models."""
     model = build_model(SHAPES["tiny"])
-    plain = group_layers((LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4)), SAMPLING))
+    keys = LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4))
+    plain = group_layers((keys, SAMPLING))
     windowed = group_layers(
         (LayerSpec(0, window(1, 8, window=5, dtype="float32", page_size=2)), SAMPLING)
     )
+    expanding = group_layers((LayerSpec(0, mla(16, 8, dtype="float32", page_size=4)), SAMPLING))
+    assert expanding.expands
+    wide = LayerSpec(2, gqa(2, 8, dtype="float32", page_size=4))
+    several = group_layers((keys, wide, SAMPLING))
     small, large = (jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (1, 2000))
     assert choose_steps(None, model, [small], plain) == StepsPerLaunch(1, automatic=True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert choose_steps(None, model, [small], plain) == StepsPerLaunch(4, automatic=True)
     assert choose_steps(None, model, [], plain).number == 4
     assert choose_steps(None, model, [large], plain).number == 1
-    assert choose_steps(None, model, [small], windowed).number == 1
+    for layout in (windowed, expanding, several):
+        assert choose_steps(None, model, [small], layout).number == 1
     assert choose_steps(2, model, [large], windowed) == StepsPerLaunch(2)
+
+
+def test_several_steps_are_chosen_for_recurrent_layers_with_and_without_attention(monkeypatch):
+    """With windows, on several devices, and on a CPU, steps are sent one by one."""
+    hybrid = HYBRID_SHAPES["tiny-hybrid"]
+    recurrent = replace(hybrid, pattern=(("mamba2", "gated"),) * 2)
+    windowed = replace(hybrid, windows=(None, 64))
+    assert not layout_of(build_model(recurrent)).paged_groups
+    assert chosen_for(hybrid) == chosen_for(recurrent) == 1
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen_for(hybrid) == chosen_for(recurrent) == 4
+    assert chosen_for(windowed) == 1
+    assert chosen_for(hybrid, devices=2) == chosen_for(recurrent, devices=2) == 1
+    # Without states, two devices have several.
+    assert chosen_for(SHAPES["tiny"], devices=2) == 4
+
+
+def in_fp8(model):
+    """Returns the types of parameters with a code of 8 bits and a scale per row where the model takes few bits."""
+
+    def rounded(path, leaf):
+        if jax.tree_util.keystr(path, simple=True, separator=".") not in few:
+            return leaf
+        codes = jax.ShapeDtypeStruct(leaf.shape, jnp.float8_e4m3fn)
+        scales = jax.ShapeDtypeStruct((*leaf.shape[:-1], 1), jnp.bfloat16)
+        return FewBits(codes, scales, zeros=None, order=None, code="float8_e4m3fn")
+
+    few = model.few_bits_leaves()
+    return jax.tree_util.tree_map_with_path(rounded, model.param_shapes("bfloat16"))
+
+
+QWEN3_NEXT = ModelConfig(
+    family="qwen3_next",
+    vocab_size=151936,
+    hidden_size=2048,
+    num_layers=48,
+    heads=16,
+    kv_heads=2,
+    head_dim=256,
+    ffn_size=5120,
+    max_positions=262144,
+    rope=RopeConfig(theta=10000000.0, rotary_dim=64),
+    windows=(None,) * 48,
+    pattern=((("delta", "mixture+shared"),) * 3 + (("attention", "mixture+shared"),)) * 12,
+    qk_norm=True,
+    attention_gate=True,
+    delta=DeltaConfig(key_heads=16, value_heads=32, key_dim=128, value_dim=128, d_conv=4),
+    mixture=MixtureConfig(
+        experts=512, top_k=10, size=512, gated=True, shared_size=512, shared_gate=True
+    ),
+)
+
+
+def test_several_steps_are_chosen_for_a_mixture_of_experts_if_a_row_reads_few_bytes(monkeypatch):
+    """Qwen3-Next's 80 billion parameters in fp8 take 75 GiB, of which a row reads 3.7."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model = build_model(QWEN3_NEXT)
+    params, layout = in_fp8(model), layout_of(model)
+    read, everything = bytes_of_one_row(model, params), bytes_of_types(params)
+    assert (round(read / 2**30, 1), round(everything / 2**30)) == (3.7, 75)
+    assert choose_steps(None, model, params, layout).number == 4
+    # A row reads more in 16 bits, from more experts, and with the fixed order of sums, which reads all of them.
+    assert choose_steps(None, model, model.param_shapes("bfloat16"), layout).number == 1
+    wide = build_model(replace(QWEN3_NEXT, mixture=replace(QWEN3_NEXT.mixture, top_k=32)))
+    assert choose_steps(None, wide, params, layout).number == 1
+    assert choose_steps(None, replace(model, batch_invariant=True), params, layout).number == 1
+
+
+def test_a_row_reads_the_experts_of_its_token_and_not_the_table_of_embeddings():
+    """The table of embeddings is read where it makes the logits too, and all of a model that is no `Decoder`."""
+    shape = SHAPES["tiny"]
+    mixture = MixtureConfig(experts=8, top_k=2, size=32, gated=True)
+    config = replace(shape, pattern=(("attention", "mixture"),) * 2, mixture=mixture)
+    for tied in (False, True):
+        model = build_model(replace(config, tie_embeddings=tied))
+        params = model.param_shapes("bfloat16")
+        table = 0 if tied else bytes_of_types(params["embed"])
+        kept = [
+            layer[name] for layer in params["layers"] for name in ("experts_up", "experts_down")
+        ]
+        unused = bytes_of_types(kept) * 6 // 8
+        assert bytes_of_one_row(model, params) == bytes_of_types(params) - unused - table
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    divided = TensorParallel(build_model(config), mesh)
+    params = divided.param_shapes("bfloat16")
+    assert bytes_of_one_row(divided, params) == bytes_of_types(params)
 
 
 @pytest.mark.parametrize(
