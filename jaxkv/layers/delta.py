@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxkv.batch import StateTables, StepBatch
 from jaxkv.config.blocks import DeltaConfig
 from jaxkv.layers.adapted import LayerParams
-from jaxkv.layers.linear import linear
+from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.norm import gated_group_norm
 from jaxkv.layers.recurrence import StateWrite, convolve, recur
 from pallas_kernels import delta_scan, delta_update
@@ -18,15 +19,16 @@ from pallas_kernels import delta_scan, delta_update
 def gated_delta_mixer(
     params: LayerParams,
     layer_cache: Mapping[str, Array],
-    x: Float[Array, "tokens hidden_size"],
+    x: Float[Array, "tokens hidden_size"] | Normed,
     batch: StepBatch,
     tables: StateTables,
     *,
     delta: DeltaConfig,
     norm_eps: float,
+    joining: Joining | None = None,
     writes: list[StateWrite] | None = None,
     implementation: str | None = None,
-) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
+) -> tuple[dict[str, Array], Any]:
     """Computes the gated delta rule over each row's new tokens, and writes the state after them.
 
     Args:
@@ -40,13 +42,14 @@ def gated_delta_mixer(
         tables: ids of the states that the layer's group reads and writes.
         delta: sizes.
         norm_eps: epsilon of the output norm.
+        joining: the residual stream to which the output projection adds; `None` to return the output alone.
         writes: gets how the states are written; `None` if they are not written again.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
-        The layer's states after the step, and the mixer's output.
+        The layer's states after the step, and the mixer's output [tokens, hidden_size], or the sum with `joining`.
     """
-    run = partial(linear, implementation=implementation)
+    run = partial(matmul, implementation=implementation)
     projected = run(params["delta_in"], x)
     shares, rates = jnp.split(run(params["delta_gates"], x), 2, axis=1)
     convolved, conv = convolve(
@@ -68,11 +71,11 @@ def gated_delta_mixer(
     gate = projected[:, delta.conv_channels :].reshape(-1, delta.value_dim)
     normed = gated_group_norm(
         params["delta_norm"],
-        mixed.astype(x.dtype).reshape(-1, delta.value_dim),
+        mixed.astype(projected.dtype).reshape(-1, delta.value_dim),
         gate,
         groups=1,
         gate_first=False,
         eps=norm_eps,
     )
-    out = run(params["delta_out"], normed.reshape(x.shape[0], delta.width))
+    out = run(params["delta_out"], normed.reshape(-1, delta.width), joining=joining)
     return {"conv": conv, "delta": state}, out

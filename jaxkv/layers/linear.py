@@ -13,7 +13,7 @@ from pallas_kernels import skinny_matmul
 from pallas_kernels.families import member
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed, sum_of_last
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed
+from pallas_kernels.skinny_matmul.api import MOST_ROWS, Weighed, weigh
 
 
 class Normed(NamedTuple):
@@ -47,6 +47,18 @@ class Joining(NamedTuple):
     hidden: Float[Array, "tokens hidden_size"]
     next_norms: Float[Array, "norms hidden_size"] | None
     row: int = 0
+
+
+_PART = 128
+"""Columns whose squares are added up together where XLA weighs rows for a norm."""
+
+
+def weighed(hidden: Float[Array, "tokens hidden_size"], joining: Joining) -> Weighed:
+    """Returns the residual stream after an addition as a projection returns it whose `joining` has the next norm."""
+    assert joining.next_norms is not None, "no norm follows"
+    width = hidden.shape[1]
+    parts = width // _PART if width % _PART == 0 else 1
+    return weigh(hidden, joining.next_norms[joining.row], parts=parts)
 
 
 Weight = Float[Array, "out in"] | FewBits | Adapted

@@ -176,9 +176,7 @@ def choose_experts(
     """Returns each token's experts, best first, and their weights, in float32."""
     topk = partial(row_topk, implementation=implementation)
     if correction is None and _is_softmax_of_chosen(mixture):
-        taken, chosen = topk(logits, mixture.top_k)
-        # The best logit comes first.
-        weights = _renormalised(jnp.exp(taken - taken[:, :1]), mixture)
+        weights, chosen = topk(logits, mixture.top_k, softmax=True)
         return chosen, weights * mixture.scale
     scores = jax.nn.sigmoid(logits) if mixture.scoring == "sigmoid" else jax.nn.softmax(logits)
     # The correction (Wang et al., Auxiliary-Loss-Free Load Balancing) changes the choice of experts, not their weights.
@@ -186,7 +184,9 @@ def choose_experts(
     taken, chosen = topk(_within_best_groups(ranked, mixture, topk), mixture.top_k)
     weights = taken if correction is None else jnp.take_along_axis(scores, chosen, axis=1)
     if mixture.renormalise:
-        weights = _renormalised(weights, mixture)
+        # As additions, which join the kernel that uses the weights; a reduction would be one of its own.
+        first, *others = (weights[:, place, None] for place in range(mixture.top_k))
+        weights = weights / (sum(others, first) + mixture.sum_eps)
     return chosen, weights * mixture.scale
 
 
@@ -199,19 +199,10 @@ def _is_softmax_of_chosen(mixture: MixtureConfig) -> bool:
     return is_softmax and mixture.groups == mixture.top_groups and mixture.sum_eps <= _NO_EPS
 
 
-def _renormalised(
-    weights: Float[Array, "tokens top_k"], mixture: MixtureConfig
-) -> Float[Array, "tokens top_k"]:
-    """Returns the weights of each token's experts divided by their sum."""
-    # As additions, which join the kernel that uses the weights; a reduction would be one of its own.
-    first, *others = (weights[:, place, None] for place in range(mixture.top_k))
-    return weights / (sum(others, first) + mixture.sum_eps)
-
-
 def _within_best_groups(
     scores: Float[Array, "tokens experts"],
     mixture: MixtureConfig,
-    topk: Callable[[Float[Array, "rows columns"], int], tuple[Array, Array]],
+    topk: Callable[..., tuple[Array, Array]],
 ) -> Float[Array, "tokens experts"]:
     """Masks experts outside the groups with the highest sum of their best one or two scores (DeepSeek-V2 and -V3)."""
     if mixture.groups == mixture.top_groups:

@@ -23,7 +23,7 @@ from jaxkv.cache.variants import QUANTISED, hidden_states, routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
-from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled
+from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled, weighed
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.recurrence import NO_STATE, StateWrite, without_last
 from jaxkv.layers.rope import Angles, rope_angles
@@ -37,7 +37,7 @@ from jaxkv.weights.quantised.draw_few_bits import draw_few_bits
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from jaxkv.wording import listed
 from pallas_kernels.dispatch import at, is_asking
-from pallas_kernels.fixed_order import fixed_order
+from pallas_kernels.fixed_order import fixed_order, is_fixed
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul.api import Weighed
 
@@ -342,7 +342,8 @@ class Decoder:
             none = (None,) * len(stages)
             norms, post_norms = (weights.get(name, none) for name in ("norms", "post_norms"))
             for norm, after, stage in zip(norms, post_norms, stages, strict=True):
-                joining = Joining(hidden, *next(next_norms)) if next_norms is not None else None
+                joins = next_norms is not None and _joins(stage)
+                joining = Joining(hidden, *(next(next_norms) if next_norms else (None, 0)))
                 stream = BlockInputs(
                     config=config,
                     layer=layer,
@@ -353,7 +354,7 @@ class Decoder:
                     embeddings=embeddings,
                     implementation=self.implementation,
                     # With several devices the sum over them joins the residual stream.
-                    joining=joining if self.shards is None else None,
+                    joining=joining if joins and self.shards is None else None,
                     chosen_experts=chosen,
                     shards=self.shards,
                     state_writes=writes,
@@ -370,19 +371,15 @@ class Decoder:
                 for name in blocks:
                     cache, y = self._run_block(name, cache, replace(stream, x=x), tables, traces)
                     added.append(y)
-                if joining is not None:
+                if not joins:
+                    total = self._added(joining, added, after, peers)
+                else:
                     (total,) = added
                     if self.shards is not None:
                         total = self.shards.joined(total, joining, peers)
-                    is_weighed = isinstance(total, Weighed)
-                    normed = Normed(total, config.norm_eps) if is_weighed else None
-                    hidden = total.result if is_weighed else total
-                    continue
-                total = self._summed(sum(added[1:], added[0]), peers)
-                total = scaled(total, config.multipliers.residual)
-                if after is not None:
-                    total = rms_norm(after, total, eps=config.norm_eps)
-                hidden = hidden + total.astype(hidden.dtype)
+                is_weighed = isinstance(total, Weighed)
+                normed = Normed(total, config.norm_eps) if is_weighed else None
+                hidden = total.result if is_weighed else total
         if chosen is not None:
             layer, experts = self.layer_offset + self.num_layers, jnp.stack(chosen, axis=1)
             cache = self._store(cache, layer, "experts", experts, batch)
@@ -400,6 +397,21 @@ class Decoder:
         Each of these sums needs the result of the one before, so none runs beside another one.
         """
         return part if self.shards is None else self.shards.summed(part, peers)
+
+    def _added(
+        self,
+        joining: Joining,
+        outputs: list[Array],
+        post_norm: Float[Array, " hidden_size"] | None,
+        peers: Int[Array, "1 numbers"] | None,
+    ) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if `joining` has the next norm
+        """Returns the residual stream after a stage whose blocks return their outputs alone."""
+        total = self._summed(sum(outputs[1:], outputs[0]), peers)
+        total = scaled(total, self.config.multipliers.residual)
+        if post_norm is not None:
+            total = rms_norm(post_norm, total, eps=self.config.norm_eps)
+        hidden = joining.hidden + total.astype(joining.hidden.dtype)
+        return hidden if joining.next_norms is None else weighed(hidden, joining)
 
     def _run_block(
         self,
@@ -481,37 +493,38 @@ class Decoder:
     def _next_norms(
         self, params: Params, hidden: Array, peers: Array | None
     ) -> Iterator[tuple[Array | None, int]] | None:
-        """Returns the norm after each stage if blocks fuse it with the residual addition, else `None`.
+        """Returns the norm after each stage that is computed with the residual addition, or `None` if none is.
 
-        A block's last projection, or the sum over devices after it, then adds its output to the residual stream and
-        multiplies by the next norm's weight. Blocks do this in steps of few tokens on our kernels, if every stage is a
-        single block with `joins` and nothing but an addition and a norm is between two stages.
+        A stage of a single block with `joins` takes its norm without the division by the root mean square, which its
+        projections do. So the last projection of the stage before, or the sum over devices after it, adds its output
+        to the residual stream and multiplies by that norm's weight; XLA does so after other stages. Stages do this in
+        steps of few tokens on our kernels, if nothing but an addition and a norm is between two of them. Under the
+        fixed order of sums, and on several devices, all stages are such or none does.
 
         Returns:
-            For each stage the fields `next_norms` and `row` of `Joining`; (`None`, 0) after the last stage, because
-            `forward` computes the final norm.
+            For each stage the fields `next_norms` and `row` of `Joining`; (`None`, 0) if the next stage takes its norm
+            as a whole, and after the last stage, because `forward` computes the final norm.
         """
         config, layers = self.config, params["layers"]
         plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
         plain = plain and not (config.wide_residual or config.layer_norms or config.post_norms)
-        # The products multiply by weights of norms in the other parameters' dtype only.
-        plain = plain and config.norm_dtype is None
-        blocks = {stage: BLOCKS.get(stage) for stages in config.pattern for stage in stages}
-        joins = all(block is not None and block.joins for block in blocks.values())
+        joins = [_joins(stage) for stages in config.pattern for stage in stages]
+        whole = self.shards is not None or is_fixed()
         few = joins_norms(self.implementation, hidden.shape[0])
         part = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
         # XLA's sum over devices cannot do it.
         sums = self.shards is None or self.shards.joins(part, peers)
-        if not (few and plain and joins and sums):
+        if not (few and plain and sums and (all(joins) if whole else any(joins))):
             return None
-        if self.shards is not None and any(one["norms"].dtype != hidden.dtype for one in layers):
+        if whole and any(one["norms"].dtype != hidden.dtype for one in layers):
             return None
         norms = [
             (weights["norms"], row)
             for weights, stages in zip(layers, config.pattern, strict=True)
             for row in range(len(stages))
         ]
-        return iter([*norms[1:], (None, 0)])
+        after = zip(norms[1:], joins[1:], strict=True)
+        return iter([*(norm if takes else (None, 0) for norm, takes in after), (None, 0)])
 
     def _embed(
         self,
@@ -595,6 +608,11 @@ class Decoder:
             leaves |= new
         owns = self.config.owner(layer) == layer
         return {name: leaf for name, leaf in leaves.items() if owns or not leaf.is_shared}
+
+
+def _joins(stage: str) -> bool:
+    """Returns whether a stage is one block that adds its output to the residual stream itself."""
+    return stage in BLOCKS and BLOCKS[stage].joins
 
 
 def _unexpanded(spec: PagedSpec | StateSpec) -> PagedSpec | StateSpec:

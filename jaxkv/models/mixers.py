@@ -239,11 +239,12 @@ def _run_delta(inputs: BlockInputs) -> BlockOutput:
     return gated_delta_mixer(
         inputs.params,
         inputs.cache,
-        inputs.hidden,
+        inputs.x,
         inputs.batch,
         inputs.states,
         delta=required(inputs.config.delta),
         norm_eps=inputs.config.norm_eps,
+        joining=inputs.joining,
         writes=inputs.layer_writes,
         implementation=inputs.implementation,
     )
@@ -286,5 +287,5 @@ def _run_short_conv(inputs: BlockInputs) -> BlockOutput:
 ATTENTION = Block(_attention_leaves, _run_attention, "page", attention_spec, joins=True)
 MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
-DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec)
+DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec, joins=True)
 SHORT_CONV = Block(_short_conv_leaves, _run_short_conv, "state", _short_conv_spec)

@@ -1,4 +1,4 @@
-"""Public entry point of `row_topk`: the largest numbers of each row and their columns."""
+"""Public entry point of `row_topk`: the largest numbers of each row, or their softmax, and their columns."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,7 @@ def row_topk(
     scores: Shaped[Array | np.ndarray, "rows columns"],
     count: int,
     *,
+    softmax: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float32[Array, "rows count"], Int32[Array, "rows count"]]:
     """Returns the largest numbers of each row, largest first, and their columns, as `jax.lax.top_k` does.
@@ -23,6 +24,7 @@ def row_topk(
     Args:
         scores: float32, such as a router's scores of experts.
         count: numbers to take of each row, at most its columns.
+        softmax: return the softmax of the numbers taken in their place.
         implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Raises:
@@ -46,4 +48,4 @@ def row_topk(
         reasons = dict(reversed(reasons.items()))
     chosen = choose("row_topk", reasons, implementation)
     function = mosaic_gpu.row_topk if chosen == "mosaic_gpu" and scores.shape[0] else xla.row_topk
-    return function(numbers, count=count)
+    return function(numbers, count=count, softmax=softmax)

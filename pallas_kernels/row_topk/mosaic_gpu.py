@@ -13,6 +13,7 @@ from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.per_thread import LANES, Threads, run_block, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
+from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.mosaic.warps import WARPS
 
 MOST_COLUMNS, MOST_COUNT = 1024, 32
@@ -45,9 +46,13 @@ def refusal(scores: ArrayOrStruct, count: int) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnames=("count", "interpret"))
+@partial(jax.jit, static_argnames=("count", "softmax", "interpret"))
 def row_topk(
-    scores: Float32[Array, "rows columns"], *, count: int, interpret: bool = False
+    scores: Float32[Array, "rows columns"],
+    *,
+    count: int,
+    softmax: bool = False,
+    interpret: bool = False,
 ) -> tuple[Float32[Array, "rows count"], Int32[Array, "rows count"]]:
     """Implements `api.row_topk`. With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly.
 
@@ -56,7 +61,7 @@ def row_topk(
     """
     check_kernel(refusal(scores, count))
     rows, columns = scores.shape
-    code = partial(_take_largest, rows=rows, columns=columns, count=count)
+    code = partial(_take_largest, rows=rows, columns=columns, count=count, softmax=softmax)
     values, positions = thread_kernel(
         partial(run_block, code, takes_block=True, interpret=interpret),
         [jax.ShapeDtypeStruct((rows * count,), dtype) for dtype in (jnp.float32, jnp.int32)],
@@ -77,8 +82,12 @@ def _take_largest(
     rows: int,
     columns: int,
     count: int,
+    softmax: bool,
 ) -> None:
-    """Writes the largest numbers of the warp's row and their columns, largest first, the first of equal ones first."""
+    """Writes the largest numbers of the warp's row and their columns, largest first, the first of equal ones first.
+
+    With `softmax` it writes the softmax of these numbers.
+    """
     row = block * WARPS + threads.warp
     is_row = row < rows
     begin = threads.least(row, rows - 1) * columns
@@ -87,7 +96,7 @@ def _take_largest(
     for column in own:
         bits = threads.load(scores, begin + threads.least(column, columns - 1))
         keys.append(threads.select(column < columns, _ordered(threads, bits), _TAKEN))
-    taken = threads.lane * 0
+    taken = best = threads.lane * 0
     for turn in range(count):
         largest = keys[0]
         for key in keys[1:]:
@@ -98,6 +107,7 @@ def _take_largest(
             first = threads.least(first, threads.select(key == largest, column, _NO_COLUMN))
         first = threads.least_of_warp(first)
         taken = threads.select(threads.lane == turn, first, taken)
+        best = first if turn == 0 else best
         keys = [
             threads.select(column == first, _TAKEN, key)
             for key, column in zip(keys, own, strict=True)
@@ -105,7 +115,14 @@ def _take_largest(
     is_wanted = is_row & (threads.lane < count)
     place = row * count + threads.lane
     # NaN has lost its bits in the keys.
-    threads.store(values, place, threads.load(scores, begin + taken), where=is_wanted)
+    number = threads.load(scores, begin + taken)
+    if softmax:
+        largest = threads.product(threads.load(scores, begin + best), threads.constant(-1.0))
+        below = threads.multiply_add(number, threads.constant(1.0), largest)
+        power = threads.power_of_two(threads.product(below, threads.constant(LOG2_E)))
+        total = threads.total_of_warp(threads.select(threads.lane < count, power, 0))
+        number = threads.quotient(power, total)
+    threads.store(values, place, number, where=is_wanted)
     threads.store(positions, place, taken, where=is_wanted)
 
 

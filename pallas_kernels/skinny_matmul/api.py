@@ -18,9 +18,9 @@ from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS
-from pallas_kernels.skinny_matmul.weighed import Weighed
+from pallas_kernels.skinny_matmul.weighed import Weighed, weigh
 
-__all__ = ["MOST_ROWS", "Weighed", "skinny_matmul"]
+__all__ = ["MOST_ROWS", "Weighed", "skinny_matmul", "weigh"]
 
 # Columns of a turn of rows in 8 bits.
 _ROUNDED_COLUMNS = 128
@@ -65,8 +65,8 @@ def skinny_matmul(
         squares: `squares` of the `Weighed` whose `weighed` is x: float32 sums of the squares of each row before the
             norm's weights.
         norm_eps: epsilon that is added to the mean square; used only with `squares`.
-        next_norm: [norms, out], weights of norms, one of which is applied to the result. They are given together,
-            because XLA would copy a single row.
+        next_norm: [norms, out], weights of norms of any floating dtype, one of which is applied to the result. They are
+            given together, because XLA would copy a single row.
         norm_row: row of `next_norm`.
         activation: "silu", "gelu", "gelu_tanh" or "relu2", computed in float32; `None` for none.
         gated: whether the result is `activation(gates) * others`, with half as many columns as the weight has rows.

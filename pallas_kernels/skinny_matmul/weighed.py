@@ -30,8 +30,18 @@ def inverse_root(
     return jax.lax.rsqrt(sum_of_last(squares.T) / inner + norm_eps)
 
 
-def weigh(rows: Float[Array, "rows out"], weights: Float[Array, " out"]) -> Weighed:
-    """Returns the `Weighed` of rows and the weights of a norm."""
+def weigh(
+    rows: Float[Array, "rows out"], weights: Float[Array, " out"], *, parts: int = 1
+) -> Weighed:
+    """Returns the `Weighed` of rows and the weights of a norm.
+
+    Args:
+        rows: the rows.
+        weights: weights of the norm.
+        parts: number of equal parts of the columns that are summed separately. XLA gives each of a few long rows one
+            block of threads, so their parts are summed sooner.
+    """
     wide = rows.astype(jnp.float32)
     weighed = wide * weights.astype(jnp.float32)[None]
-    return Weighed(rows, weighed.astype(rows.dtype), sum_of_last(wide * wide).T)
+    squares = sum_of_last((wide * wide).reshape(len(rows), parts, -1)).reshape(len(rows), parts)
+    return Weighed(rows, weighed.astype(rows.dtype), squares.T)

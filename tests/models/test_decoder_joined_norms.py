@@ -12,14 +12,18 @@ from jaxkv.config.blocks import Multipliers
 from jaxkv.models import decoder
 from jaxkv.models.registry import build_model, read_config
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, tensor_mesh
+from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.peer_sum.api import peers_shape
 from pallas_kernels.skinny_matmul.weighed import weigh
 from tests.devices import needs_devices
 from tests.layers.jaxprs import equations
 from tests.models.driver import Driver, run_step
+from tests.models.hf_config.test_config_json_hybrid import QWEN3_NEXT
 from tests.models.test_decoder import SMALL, TINY, prompt
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "sliding_window": None}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3_MOE = TINY | MOE | {"model_type": "qwen3_moe", "head_dim": 8, "use_sliding_window": False}
 PLAIN = {name: value for name, value in TINY.items() if "window" not in name}
 
 
@@ -51,8 +55,13 @@ def joined(monkeypatch):
 
 @pytest.mark.parametrize(
     "family",
-    [TINY, pytest.param(PLAIN | LLAMA, marks=pytest.mark.slow)],
-    ids=["qwen2", "llama"],
+    [
+        TINY,
+        QWEN3_NEXT,
+        pytest.param(PLAIN | LLAMA, marks=pytest.mark.slow),
+        pytest.param(QWEN3_MOE, marks=pytest.mark.slow),
+    ],
+    ids=["qwen2", "qwen3-next", "llama", "qwen3-moe"],
 )
 def test_logits_are_those_of_norms_on_their_own(family, joined, monkeypatch):
     """In float32 within 1e-5: only the order of two multiplications differs."""
@@ -75,6 +84,21 @@ def test_a_step_then_divides_by_no_root_before_a_projection(joined):
     roots = [equation for equation in found if str(equation.primitive) == "rsqrt"]
     shapes = [root.outvars[0].aval.shape for root in roots]
     assert len(shapes) == 2 * model.num_layers + 1
+
+
+def test_stages_that_do_not_join_end_with_the_norm_of_one_that_does(joined):
+    """A mixture and its shared expert are two blocks, whose sum XLA adds to the residual stream."""
+    model = build_model(read_config(QWEN3_NEXT), implementation="xla")
+    assert [len(stages) for stages in model.config.pattern] == [2] * 4
+    assert [stages[1] for stages in model.config.pattern].count("mixture+shared") == 3
+    params, hidden = model.param_shapes("float32"), jnp.zeros((3, 128))
+    norms = list(model._next_norms(params, hidden, None))
+    # The second layer has a dense feed-forward, and the last stage no next norm.
+    takes = [False, True, True, True, False, True, False, False]
+    assert [one is not None for one, _ in norms] == takes
+    assert [row for _, row in norms] == [0, 0, 1, 0, 0, 0, 0, 0]
+    with fixed_order():
+        assert model._next_norms(params, hidden, None) is None
 
 
 def test_models_that_do_more_between_two_blocks_keep_their_norms():

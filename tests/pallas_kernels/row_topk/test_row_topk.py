@@ -60,7 +60,33 @@ def test_columns_of_a_row_without_an_order_differ(implementation):
         assert row.max() < 40
 
 
-def in_numpy(scores, count):
+def softmax_of(scores, columns):
+    """Returns the softmax of a row's numbers in some columns, in float64."""
+    with np.errstate(invalid="ignore"):
+        taken = np.take_along_axis(scores.astype(np.float64), columns, axis=1)
+        powers = np.exp(taken - taken.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+@implementations("xla", "code", "mosaic_gpu")
+@pytest.mark.parametrize(("rows", "columns", "count"), [(5, 40, 3), (3, 7, 7), (9, 512, 32)])
+def test_the_numbers_taken_may_be_returned_as_their_softmax(implementation, rows, columns, count):
+    """Powers of these numbers are no float32; a row without a finite largest number has none."""
+    scores = np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32) * 8 + 300
+    scores[0, 2], scores[1, 4] = np.inf, np.nan
+    scores[2] = scores[2, 0]
+    if implementation == "code":
+        with np.errstate(invalid="ignore"):
+            values, found = in_numpy(scores, count, softmax=True)
+    else:
+        values, found = row_topk(scores, count, softmax=True, implementation=implementation)
+    assert np.isnan(np.asarray(values)[:2]).any(axis=1).all()
+    wanted = sorted_columns(scores[2:], count)
+    np.testing.assert_array_equal(found[2:], wanted)
+    np.testing.assert_allclose(values[2:], softmax_of(scores[2:], wanted), rtol=1e-5, atol=1e-30)
+
+
+def in_numpy(scores, count, *, softmax=False):
     """Runs the kernel's code for each of its blocks."""
     rows, columns = scores.shape
     values = np.full(rows * count, np.nan, np.float32)
@@ -76,6 +102,7 @@ def in_numpy(scores, count):
             rows=rows,
             columns=columns,
             count=count,
+            softmax=softmax,
         )
     return values.reshape(rows, count), positions.reshape(rows, count)
 
@@ -113,6 +140,8 @@ def test_interpreted_the_kernel_does_the_same_without_a_race(races):
     wanted = sorted_columns(scores, 3)
     np.testing.assert_array_equal(positions, wanted)
     np.testing.assert_array_equal(values, np.take_along_axis(scores, wanted, axis=1))
+    values, _ = mosaic_gpu.row_topk(jnp.asarray(scores), count=3, softmax=True, interpret=True)
+    np.testing.assert_allclose(values[1:4], softmax_of(scores[1:4], wanted[1:4]), rtol=1e-6)
     assert not races()
 
 

@@ -254,21 +254,24 @@ def test_a_tuned_schedule_may_leave_out_clusters_and_passes():
 
 
 @pytest.mark.parametrize(
-    "cuts",
+    ("cuts", "dtype"),
     # Tiles in turn and splits are fast.
     [
-        pytest.param((32, 2, 1, 3, 1, 9), marks=pytest.mark.slow),
-        (64, 1, 1, 3, 1, 1),
-        (64, 1, 1, 2, 2, 9),
-        pytest.param((64, 1, 1, 3, 1, 1, 1, 2), marks=pytest.mark.slow),
+        pytest.param((32, 2, 1, 3, 1, 9), "bfloat16", marks=pytest.mark.slow),
+        ((64, 1, 1, 3, 1, 1), "float32"),
+        ((64, 1, 1, 2, 2, 9), "bfloat16"),
+        pytest.param((64, 1, 1, 3, 1, 1, 1, 2), "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, races):
-    """Tiles alone and in turn, and splits: the squares are those of the rows as they were rounded."""
+def test_interpreted_a_norm_is_left_to_the_product_after_it(cuts, dtype, races):
+    """Tiles alone and in turn, and splits: the squares are those of the rows as they were rounded.
+
+    The norm's weights may have another dtype than the rows.
+    """
     case = Case("", 5, 256, 128)
     inputs = case.inputs(3)
     squares = np.linspace(0.1, 0.9, 6 * 5, dtype=np.float32).reshape(6, 5) * 256
-    norm = np.linspace(0.5, 2, 128).astype(inputs["x"].dtype)
+    norm = np.linspace(0.5, 2, 128).astype(jnp.dtype(dtype))
     given = inputs | {"squares": squares, "norm_eps": 0.5, "next_norm": norm[None]}
     result, weighed, found = multiply(**device(given), schedule=Schedule(*cuts), interpret=True)
     root = np.sqrt(squares.astype(np.float64).sum(axis=0) / 256 + 0.5)
