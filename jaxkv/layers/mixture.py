@@ -265,8 +265,8 @@ def _run_gathered(
     implementation: str | None,
 ) -> Float[Array, "tokens width"]:
     """Runs the experts with `gathered_matmul`: each token reads the matrices of its own experts."""
-    picked = chosen.reshape(-1)
-    inner = gathered_matmul(
+    multiply = partial(gathered_matmul, result=x.dtype, implementation=implementation)
+    inner = multiply(
         params["experts_up"],
         x,
         chosen,
@@ -274,18 +274,15 @@ def _run_gathered(
         activation=None if mixture.clamp is not None else activation,
         gated=mixture.gated,
         clamp=mixture.clamp,
-        result=x.dtype,
-        implementation=implementation,
     )
-    out = gathered_matmul(
+    return multiply(
         params["experts_down"],
-        inner.reshape(len(picked), -1),
-        picked[:, None],
+        inner.reshape(chosen.size, -1),
+        chosen,
+        weights=weights,
         bias=params.get("experts_down_bias"),
         group_axis=1,
-        implementation=implementation,
     )
-    return _weighted(out.reshape(*chosen.shape, -1), weights).astype(x.dtype)
 
 
 def _activated(

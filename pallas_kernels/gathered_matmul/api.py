@@ -1,4 +1,4 @@
-"""Public entry point of `gathered_matmul`: each row times the matrices that it chooses, and an activation."""
+"""Public entry point of `gathered_matmul`: each row times the matrices that it chooses, or the sum over them."""
 
 import math
 from dataclasses import replace
@@ -22,9 +22,10 @@ from pallas_kernels.gathered_matmul.ending import Ending
 
 def gathered_matmul(
     weight: Shaped[Array | np.ndarray, "some others inner"] | FewBits,
-    x: Shaped[Array | np.ndarray, "rows inner"],
+    x: Shaped[Array | np.ndarray, "rows_of_x inner"],
     chosen: Shaped[Array | np.ndarray, "rows count"],
     *,
+    weights: Shaped[Array | np.ndarray, "rows count"] | None = None,
     bias: Shaped[Array | np.ndarray, "groups out"] | None = None,
     group_axis: int = 0,
     activation: str | None = None,
@@ -32,18 +33,19 @@ def gathered_matmul(
     clamp: float | None = None,
     result: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float[Array, "rows count columns"]:
+) -> Float[Array, "rows *count columns"]:
     """Computes `activation(x[r] @ weight[chosen[r, c]].T + bias[chosen[r, c]])`: the experts of a few tokens.
 
     Each row reads the matrices of its own choices, so it suits few rows that choose among many matrices (Punica's
-    BGMV, Chen et al., 2023). `grouped_matmul` reads a matrix once for all rows. Sums, bias and activation are computed
-    in float32. A row's bits do not depend on others.
+    BGMV, Chen et al., 2023). `grouped_matmul` reads a matrix once for all rows. All is computed in float32. A row's
+    bits do not depend on others. A token's experts are a call with an activation, then one with `weights`.
 
     Args:
         weight: [groups, out, inner], or [out, groups, inner] with `group_axis` 1. Any floating dtype, or 8 or 4 bits as
             `FewBits`, whose `order` is that of all groups or, [groups, inner], of each.
-        x: in the weight's dtype; with `FewBits` any floating dtype.
+        x: in the weight's dtype; with `FewBits` any floating dtype. A row for each row of `chosen`, or for each choice.
         chosen: int32 groups of each row; checked for concrete arrays alone.
+        weights: float32 factors. The result is then the sum over a row's choices, each times its factor: [rows, out].
         bias: of any floating dtype.
         group_axis: axis of the weight that counts its matrices, 0 or 1.
         activation: a name in `pallas_kernels.activations.ACTIVATIONS`; `None` for none.
@@ -58,20 +60,22 @@ def gathered_matmul(
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
     ending = Ending(activation, gated, clamp, jnp.dtype(result))
-    _check(weight, x, chosen, bias, group_axis, ending)
-    matrices, rows, ids, added = jax.tree.map(jnp.asarray, (weight, x, chosen, bias))
+    _check(weight, x, chosen, bias, weights, group_axis, ending)
+    given = jax.tree.map(jnp.asarray, (weight, x, chosen, bias, weights))
+    matrices, rows, ids, added, shares = given
+    columns = ending.columns(weight.shape[1 - group_axis])
+    shape = (*(chosen.shape if weights is None else chosen.shape[:1]), columns)
+    if not math.prod((*shape, *chosen.shape, *weight.shape)):
+        return jnp.zeros(shape, result)
     if isinstance(matrices, FewBits) and matrices.order is not None:
-        matrices, (rows, ids) = replace(matrices, order=None), _ordered(rows, ids, matrices.order)
+        matrices, rows = replace(matrices, order=None), _ordered(rows, ids, matrices.order)
     reasons = {
         "mosaic_gpu": lambda: why_not_kernel(matrices, rows, ids, group_axis=group_axis),
         "xla": lambda: None,
     }
     is_ours = choose("gathered_matmul", reasons, implementation) == "mosaic_gpu"
-    shape = (*chosen.shape, ending.columns(weight.shape[1 - group_axis]))
-    if not math.prod((*shape, *weight.shape)):
-        return jnp.zeros(shape, result)
     found = (mosaic_gpu if is_ours else xla).gathered_matmul(
-        matrices, rows, ids, added, group_axis=group_axis, ending=ending
+        matrices, rows, ids, added, shares, group_axis=group_axis, ending=ending
     )
     return found.reshape(shape)
 
@@ -91,16 +95,15 @@ def why_not_kernel(
 
 
 def _ordered(
-    x: Float[Array, "rows inner"],
+    x: Float[Array, "rows_of_x inner"],
     chosen: Int32[Array, "rows count"],
     order: Int[Array, "*groups inner"],
-) -> tuple[Float[Array, "some inner"], Int32[Array, "some any"]]:
+) -> Float[Array, "some inner"]:
     """Returns the columns of x in the order of the weight's columns, with a row for each choice if orders differ."""
     if order.ndim == 1:
-        return ordered(x, order), chosen
-    ids = chosen.reshape(-1)
-    each = jnp.repeat(x, chosen.shape[1], axis=0)
-    return jnp.take_along_axis(each, order[ids], axis=1, mode="clip"), ids[:, None]
+        return ordered(x, order)
+    each = jnp.repeat(x, chosen.size // len(x), axis=0)
+    return jnp.take_along_axis(each, order[chosen.reshape(-1)], axis=1, mode="clip")
 
 
 def _check(
@@ -108,16 +111,28 @@ def _check(
     x: Array | np.ndarray,
     chosen: Array | np.ndarray,
     bias: Array | np.ndarray | None,
+    weights: Array | np.ndarray | None,
     group_axis: int,
     ending: Ending,
 ) -> None:
     """Raises `ValueError` for arguments that do not fit each other."""
     check_matrices(weight, x, group_axis)
-    check_ids("chosen", chosen, (x.shape[0], None))
+    check_ids("chosen", chosen, (None, None))
+    if x.shape[0] not in (chosen.shape[0], chosen.size):
+        raise ValueError(
+            f"x must have a row for each row of chosen or each choice, got {x.shape[0]} rows for {list(chosen.shape)}"
+        )
     groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]
     if bias is not None:
         check_shape("bias", bias, (groups, out))
     activation = ending.activation
+    if weights is not None:
+        check_shape("weights", weights, chosen.shape)
+        if weights.dtype != jnp.float32 or ending.gated or activation is not None:
+            raise ValueError(
+                f"weights must be float32 and take no activation, got {weights.dtype}, gated={ending.gated} and "
+                f"{activation!r}"
+            )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if ending.clamp is not None and (activation is not None or not ending.gated):

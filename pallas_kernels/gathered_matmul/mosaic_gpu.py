@@ -1,4 +1,4 @@
-"""`gathered_matmul` on Hopper with a Mosaic GPU kernel: a warp computes some columns of a row and one of its groups."""
+"""`gathered_matmul` on Hopper with a Mosaic GPU kernel: a warp computes some columns of a row and its groups."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.activations import CLAMPED_RATE
 from pallas_kernels.arrays import ArrayOrStruct
@@ -27,8 +27,10 @@ _WORD = 32
 _MOST_PLACES = 2**31 - 1
 """Places are int32."""
 
-# Bytes of the weight that a warp reads at least if it reads several rows, and most rows.
+# Bytes of the weight that a warp reads at least if it reads several rows, and most rows that it reads at once.
 _BYTES, _MOST_ROWS = 4096, 8
+# Columns of a sum over choices that a warp computes, and the warps from which on it computes twice as many.
+_SUMMED_COLUMNS, _MANY_WARPS = 2, 1024
 
 _ROOT = 0.7978845608028654  # sqrt(2 / pi)
 
@@ -38,7 +40,7 @@ class Geometry:
     """Sizes and dtypes that the kernel is specialised for.
 
     Attributes:
-        rows: rows of x.
+        rows: rows of choices.
         count: choices of each row.
         groups: number of matrices of the weight.
         out: columns of the result.
@@ -49,6 +51,8 @@ class Geometry:
         scales: number of scales of a row of the weight; 0 without any.
         scale: their dtype; `None` without any.
         has_zeros: whether there are zero points.
+        each: whether x has a row for each choice, not for each row of choices.
+        summed: whether the result is a weighted sum over a row's choices.
         bias: dtype of the bias; `None` without.
         ending: what becomes of the sums.
     """
@@ -64,6 +68,8 @@ class Geometry:
     scales: int = 0
     scale: DTypeLike | None = None
     has_zeros: bool = False
+    each: bool = False
+    summed: bool = False
     bias: DTypeLike | None = None
     ending: Ending = SUMS
 
@@ -81,7 +87,8 @@ class Geometry:
         groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]
         is_few = isinstance(weight, FewBits)
         kind = weight.code if is_few else jnp.dtype(weight.dtype).name
-        plain = cls(rows, count, groups, out, inner, group_axis, x.dtype, kind)
+        each = x.shape[0] != rows
+        plain = cls(rows, count, groups, out, inner, group_axis, x.dtype, kind, each=each)
         if not is_few:
             return plain
         scales, has_zeros = weight.scales, weight.zeros is not None
@@ -101,7 +108,8 @@ class Geometry:
             return f"groups of columns must be multiples of {self.piece}, got {self.inner // self.scales}"
         if self.groups * self.out * self.words > _MOST_PLACES:
             return f"the weight must have at most {_MOST_PLACES} words"
-        if self.rows * max(self.inner, self.count * self.out) > _MOST_PLACES:
+        rows_of_x = self.rows * (self.count if self.each else 1)
+        if max(rows_of_x * self.inner, self.rows * self.count * self.out) > _MOST_PLACES:
             return f"x and the result must have at most {_MOST_PLACES} numbers"
         return None
 
@@ -123,6 +131,10 @@ class Geometry:
     @property
     def columns(self) -> int:
         """Columns of the result that a warp computes, of two rows of the weight each if products are gated."""
+        if self.summed:
+            wide = 2 * _SUMMED_COLUMNS
+            columns = wide if self.rows * self.results >= wide * _MANY_WARPS else _SUMMED_COLUMNS
+            return min(columns, self.results)
         few = max(1, min(_MOST_ROWS, self.out, _BYTES // (4 * self.words)))
         rows = max(2 if self.out > 1 else 1, 1 << few.bit_length() - 1)
         return rows // 2 if self.ending.gated else rows
@@ -130,7 +142,12 @@ class Geometry:
     @property
     def tasks(self) -> int:
         """Warps that have columns to compute."""
-        return self.rows * self.count * ceil(self.results / self.columns)
+        return self.rows * (1 if self.summed else self.count) * ceil(self.results / self.columns)
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether a row of the weight has one scale, which multiplies its whole sum."""
+        return self.scales == 1 and not self.has_zeros
 
     def row(self, group: Any, column: Any) -> Any:  # noqa: ANN401 - words
         """Returns the row of the weight, of all groups, that a column of a group's sums is of."""
@@ -154,14 +171,15 @@ def refusal(
 @partial(jax.jit, static_argnames=("group_axis", "ending", "interpret"))
 def gathered_matmul(
     weight: Shaped[Array, "some others inner"] | FewBits,
-    x: Float[Array, "rows inner"],
+    x: Float[Array, "rows_of_x inner"],
     chosen: Int32[Array, "rows count"],
     bias: Float[Array, "groups out"] | None = None,
+    weights: Float32[Array, "rows count"] | None = None,
     *,
     group_axis: int = 0,
     ending: Ending = SUMS,
     interpret: bool = False,
-) -> Float[Array, "pairs columns"]:
+) -> Float[Array, "results columns"]:
     """Implements `api.gathered_matmul`. With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly.
 
     XLA computes an ending that the kernel has not, from float32 sums.
@@ -172,21 +190,18 @@ def gathered_matmul(
     geometry = Geometry.of(weight, x, chosen, group_axis=group_axis)
     check_kernel(geometry.refusal())
     own = ending if _has(ending) else SUMS
-    geometry = replace(geometry, bias=None if bias is None else bias.dtype, ending=own)
-    pairs = geometry.rows * geometry.count
+    has = {"bias": None if bias is None else bias.dtype, "summed": weights is not None}
+    geometry = replace(geometry, **has, ending=own)
+    results = geometry.rows * (1 if geometry.summed else geometry.count)
+    code = _multiply_and_add if geometry.summed else _multiply
     found = thread_kernel(
-        partial(
-            run_block,
-            partial(_multiply, geometry=geometry),
-            takes_block=True,
-            interpret=interpret,
-        ),
-        jax.ShapeDtypeStruct((pairs * geometry.results,), own.result),
+        partial(run_block, partial(code, geometry=geometry), takes_block=True, interpret=interpret),
+        jax.ShapeDtypeStruct((results * geometry.results,), own.result),
         name="gathered_matmul",
         blocks=ceil(geometry.tasks / WARPS),
         interpret=interpret,
-    )(*(array.reshape(-1) for array in jax.tree.leaves((x, chosen, bias, weight))))
-    found = found.reshape(pairs, geometry.results)
+    )(*(array.reshape(-1) for array in jax.tree.leaves((x, chosen, weights, bias, weight))))
+    found = found.reshape(results, geometry.results)
     return found if own == ending else ending.applied(found)
 
 
@@ -211,26 +226,21 @@ def _multiply(
     g = geometry
     bias, others = (others[0], others[1:]) if g.bias is not None else (None, others)
     weight, *factors, out, block = others
-    per_pair = ceil(g.results / g.columns)
-    task = block * WARPS + threads.warp
-    is_task = task < g.tasks
-    task = threads.least(task, g.tasks - 1)
-    pair, first = task // per_pair, (task % per_pair) * g.columns
-    group = threads.most(threads.least(threads.load(chosen, pair), g.groups - 1), 0)
+    pair, first, is_task = _task(threads, block, g)
+    group = _group(threads, chosen, pair, g)
     halves = (0, g.results) if g.ending.gated else (0,)
     rows = [
         g.row(group, threads.least(first + column, g.results - 1) + half)
         for half in halves
         for column in range(g.columns)
     ]
-    totals = _totals(threads, x, weight, factors, pair // g.count, rows, g)
+    row_of_x = pair if g.each else pair // g.count
+    [products] = _products(threads, x, weight, factors, [(row_of_x, rows)], g)
     own = threads.least(first + threads.least(threads.lane, g.columns - 1), g.results - 1)
     sums = []
     for at, half in enumerate(halves):
-        found = totals[at * g.columns]
-        for column in range(1, g.columns):
-            found = threads.select(threads.lane == column, totals[at * g.columns + column], found)
-        if g.scales == 1 and not g.has_zeros:
+        found = _by_lane(threads, products[at * g.columns : (at + 1) * g.columns])
+        if g.has_row_scales:
             scale = threads.load_number(factors[0], g.row(group, own + half))
             found = threads.product(found, scale)
         if bias is not None:
@@ -242,40 +252,130 @@ def _multiply(
     threads.store_number(out, pair * g.results + own, result, where=is_wanted)
 
 
-def _totals(
+def _multiply_and_add(
+    threads: Threads,
+    x: Ref,
+    chosen: Ref,
+    weights: Ref,
+    *others: Any,  # noqa: ANN401 - as for `_multiply`
+    geometry: Geometry,
+) -> None:
+    """Writes the columns of the warp's row: the weighted sum over its choices.
+
+    A lane adds up its products with the rows of all choices, in their order, before the warp does.
+    """
+    g = geometry
+    bias, others = (others[0], others[1:]) if g.bias is not None else (None, others)
+    weight, *factors, out, block = others
+    row, first, is_task = _task(threads, block, g)
+    own = threads.least(first + threads.least(threads.lane, g.columns - 1), g.results - 1)
+    columns = [threads.least(first + column, g.results - 1) for column in range(g.columns)]
+    added = threads.lane * 0
+    totals = [added] * g.columns
+    at_once = max(1, _MOST_ROWS // g.columns)
+    for begin in range(0, g.count, at_once):
+        pairs = [row * g.count + choice for choice in range(begin, min(begin + at_once, g.count))]
+        groups = [_group(threads, chosen, pair, g) for pair in pairs]
+        sets = [
+            (pair if g.each else row, [g.row(group, column) for column in columns])
+            for pair, group in zip(pairs, groups, strict=True)
+        ]
+        found = _products(threads, x, weight, factors, sets, g)
+        for pair, group, (_, rows), products in zip(pairs, groups, sets, found, strict=True):
+            share = threads.load_number(weights, pair)
+            for at, (place, product) in enumerate(zip(rows, products, strict=True)):
+                if g.has_row_scales:
+                    product = threads.product(product, threads.load_number(factors[0], place))
+                totals[at] = threads.multiply_add(product, share, totals[at])
+            if bias is not None:
+                of_group = threads.load_number(bias, group * g.out + own)
+                added = threads.multiply_add(of_group, share, added)
+    total = threads.multiply_add(_by_lane(threads, totals), threads.constant(1.0), added)
+    is_wanted = is_task & (threads.lane < g.columns) & (first + threads.lane < g.results)
+    threads.store_number(out, row * g.results + own, total, where=is_wanted)
+
+
+def _task(threads: Threads, block: Any, g: Geometry) -> tuple[Any, Any, Any]:  # noqa: ANN401 - words
+    """Returns what the warp computes columns of, a choice or a row, its first column, and whether there is such."""
+    parts = ceil(g.results / g.columns)
+    task = block * WARPS + threads.warp
+    is_task = task < g.tasks
+    task = threads.least(task, g.tasks - 1)
+    return task // parts, (task % parts) * g.columns, is_task
+
+
+def _group(threads: Threads, chosen: Ref, pair: Any, g: Geometry) -> Any:  # noqa: ANN401 - words
+    """Returns the group of a choice."""
+    return threads.most(threads.least(threads.load(chosen, pair), g.groups - 1), 0)
+
+
+def _by_lane(threads: Threads, parts: list[Any]) -> Any:  # noqa: ANN401 - a number
+    """Returns in each lane the warp's sum of one of the lanes' parts; in those without one, that of the first."""
+    totals = [threads.total_of_warp(part) for part in parts]
+    found = totals[0]
+    for lane, total in enumerate(totals[1:], 1):
+        found = threads.select(threads.lane == lane, total, found)
+    return found
+
+
+def _products(
     threads: Threads,
     x: Ref,
     weight: Ref,
     factors: list[Ref],
-    row_of_x: Any,  # noqa: ANN401 - a word
-    rows: list[Any],
+    sets: list[tuple[Any, list[Any]]],
     g: Geometry,
-) -> list[Any]:
-    """Returns the products of a row of x with rows of the weight; a scale of a whole row is left out."""
+) -> list[list[Any]]:
+    """Returns each lane's part of the products of rows of x with rows of the weight, without scales of whole rows.
+
+    Args:
+        threads: the threads.
+        x: all rows of x.
+        weight: the weight's words.
+        factors: its scales and zero points.
+        sets: rows of x, each with the rows of the weight that it is multiplied with.
+        g: the geometry.
+    """
     zero = threads.lane * 0
-    totals = [zero] * len(rows)
+    totals = [[zero] * len(rows) for _, rows in sets]
     pieces = g.words // WORDS
     for part in range(ceil(pieces / LANES)):
         piece = threads.lane + part * LANES
         place = threads.least(piece, pieces - 1)
         # All loads come before their use.
-        codes = [threads.load_words(weight, row * g.words + place * WORDS) for row in rows]
-        numbers = _numbers_of_x(threads, x, row_of_x, place, piece < pieces, g)
-        for at, (row, words) in enumerate(zip(rows, codes, strict=True)):
-            scaled = g.scales > 1 or g.has_zeros
-            total = zero if scaled else totals[at]
-            per_word = len(numbers) // WORDS
-            for word_at, word in enumerate(words):
-                own = numbers[word_at * per_word : (word_at + 1) * per_word]
-                total = threads.dot(total, word, own, g.kind)
-            if scaled:
-                factor = row * g.scales + place * g.piece // (g.inner // g.scales)
-                if g.has_zeros:
-                    total = _without_zero(threads, total, numbers, factors[1], factor)
-                scale = threads.load_number(factors[0], factor)
-                total = threads.multiply_add(total, scale, totals[at])
-            totals[at] = total
-    return [threads.total_of_warp(total) for total in totals]
+        codes = [
+            [threads.load_words(weight, row * g.words + place * WORDS) for row in rows]
+            for _, rows in sets
+        ]
+        for own, found, (row_of_x, rows) in zip(totals, codes, sets, strict=True):
+            numbers = _numbers_of_x(threads, x, row_of_x, place, piece < pieces, g)
+            for at, (row, words) in enumerate(zip(rows, found, strict=True)):
+                own[at] = _piece_added(threads, own[at], words, numbers, factors, row, place, g)
+    return totals
+
+
+def _piece_added(
+    threads: Threads,
+    total: Any,  # noqa: ANN401 - a number
+    words: list[Any],
+    numbers: list[Any],
+    factors: list[Ref],
+    row: Any,  # noqa: ANN401 - a word
+    place: Any,  # noqa: ANN401 - a word
+    g: Geometry,
+) -> Any:  # noqa: ANN401 - a number
+    """Returns a total with the products of a piece of a row of the weight, scaled if there are scales of pieces."""
+    is_scaled = g.scales > 1 or g.has_zeros
+    found = threads.lane * 0 if is_scaled else total
+    per_word = len(numbers) // WORDS
+    for at, word in enumerate(words):
+        found = threads.dot(found, word, numbers[at * per_word : (at + 1) * per_word], g.kind)
+    if not is_scaled:
+        return found
+    factor = row * g.scales + place * g.piece // (g.inner // g.scales)
+    if g.has_zeros:
+        found = _without_zero(threads, found, numbers, factors[1], factor)
+    return threads.multiply_add(found, threads.load_number(factors[0], factor), total)
 
 
 def _numbers_of_x(

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.gathered_matmul.ending import Ending
@@ -10,13 +10,14 @@ from pallas_kernels.gathered_matmul.ending import Ending
 
 def gathered_matmul(
     weight: Shaped[Array, "some others inner"] | FewBits,
-    x: Float[Array, "rows inner"],
+    x: Float[Array, "rows_of_x inner"],
     chosen: Int32[Array, "rows count"],
     bias: Float[Array, "groups out"] | None,
+    weights: Float32[Array, "rows count"] | None,
     *,
     group_axis: int,
     ending: Ending,
-) -> Float[Array, "pairs columns"]:
+) -> Float[Array, "results columns"]:
     """Implements `api.gathered_matmul`; a weight in few bits is rounded to x's dtype.
 
     XLA joins gather, widening and product into one kernel. Its order of sums may depend on the number of pairs, also
@@ -29,9 +30,15 @@ def gathered_matmul(
     matrices = picked.widened(x.dtype) if isinstance(picked, FewBits) else picked
     sums = jax.lax.dot_general(
         matrices,
-        jnp.repeat(x, chosen.shape[1], axis=0),
+        x if len(x) == len(ids) else jnp.repeat(x, chosen.shape[1], axis=0),
         (((2,), (1,)), ((group_axis,), (0,))),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    return ending.applied(sums if bias is None else sums + bias[ids].astype(jnp.float32))
+    sums = sums if bias is None else sums + bias[ids].astype(jnp.float32)
+    if weights is None:
+        return ending.applied(sums)
+    # As additions, which XLA joins; a reduction would be a kernel of its own.
+    each = sums.reshape(*chosen.shape, -1)
+    first, *others = (each[:, at] * weights[:, at, None] for at in range(chosen.shape[1]))
+    return ending.applied(sum(others, first))

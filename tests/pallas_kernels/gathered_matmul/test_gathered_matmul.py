@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,13 @@ from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
 SHAPES = ((2, 3, 5, 37, 0), (4, 1, 3, 8, 1))
 
 
-def by_hand(weight, x, chosen, axis):
-    """Returns the results in float64."""
+def by_hand(weight, x, chosen, axis, weights=None):
+    """Returns the results in float64; x has a row for each row of choices, or for each choice."""
     wide = exact(weight) if isinstance(weight, FewBits) else weight.astype(np.float64)
-    matrices = np.moveaxis(wide, axis, 0)[chosen]
-    return np.einsum("ri,rcoi->rco", x.astype(np.float64), matrices)
+    matrices, rows = np.moveaxis(wide, axis, 0)[chosen], len(chosen)
+    each = x.astype(np.float64).reshape(rows, -1, x.shape[1]) if rows else x[:, None]
+    sums = np.einsum("rci,rcoi->rco", np.broadcast_to(each, (*chosen.shape, x.shape[1])), matrices)
+    return sums if weights is None else np.einsum("rco,rc->ro", sums, weights)
 
 
 def made(kind, inner, shape, dtype="bfloat16", seed=0):
@@ -54,10 +57,11 @@ def assert_near(got, wanted, tolerance, dtype=jnp.float32):
 @cases(CASES)
 def test_each_row_meets_the_matrices_that_it_chooses(implementation, case):
     inputs = case.inputs()
-    if implementation == "mosaic_gpu" and mosaic_gpu.refusal(**inputs) is not None:
+    given = {name: inputs[name] for name in ("weight", "x", "chosen", "group_axis")}
+    if implementation == "mosaic_gpu" and mosaic_gpu.refusal(**given) is not None:
         pytest.skip("the kernel does not take these sizes")
     got = gathered_matmul(**inputs, implementation=implementation)
-    wanted = by_hand(inputs["weight"], inputs["x"], inputs["chosen"], inputs["group_axis"])
+    wanted = by_hand(*given.values(), inputs["weights"])
     assert_near(got, wanted, 1e-5) if case.rows else np.testing.assert_array_equal(got, wanted)
 
 
@@ -91,15 +95,18 @@ def test_columns_in_an_order_of_their_own_meet_those_of_x(implementation, orders
     assert_near(gathered_matmul(weight, x, chosen, implementation=implementation), wanted, 0.01)
 
 
-def in_numpy(weight, x, chosen, axis, bias=None, ending=SUMS):
+def in_numpy(weight, x, chosen, axis, bias=None, ending=SUMS, weights=None):
     """Runs the kernel's code for each of its blocks."""
     geometry = mosaic_gpu.Geometry.of(weight, x, chosen, group_axis=axis)
     assert geometry.refusal() is None
-    geometry = replace(geometry, bias=None if bias is None else bias.dtype, ending=ending)
-    out = np.full(chosen.size * geometry.results, np.nan, ending.result)
-    parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves((bias, weight))]
+    has = {"bias": None if bias is None else bias.dtype, "summed": weights is not None}
+    geometry = replace(geometry, **has, ending=ending)
+    shape = (*chosen.shape[: 1 if geometry.summed else 2], geometry.results)
+    out = np.full(np.prod(shape), np.nan, ending.result)
+    parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves((weights, bias, weight))]
+    code = mosaic_gpu._multiply_and_add if geometry.summed else mosaic_gpu._multiply
     for block in range(-(-geometry.tasks // 4)):
-        mosaic_gpu._multiply(
+        code(
             NumpyThreads(),
             x.reshape(-1),
             chosen.reshape(-1),
@@ -108,7 +115,7 @@ def in_numpy(weight, x, chosen, axis, bias=None, ending=SUMS):
             np.full(128, block, np.int32),
             geometry=geometry,
         )
-    return jnp.asarray(out.reshape(*chosen.shape, geometry.results))
+    return jnp.asarray(out.reshape(shape))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -199,6 +206,39 @@ def test_sums_end_with_bias_and_activation(implementation, name):
         assert_near(got, wanted, tolerance, result)
 
 
+@implementations("xla", "code", "mosaic_gpu")
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize("each", [True, False])
+def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each, monkeypatch):
+    """Columns that warps share evenly, or do not, and more choices than a warp reads at once."""
+    inner = 64 if kind is None else 256
+    for count, out, axis, has_bias, result in (
+        (5, 8, 1, False, jnp.bfloat16),
+        (11, 5, 0, True, jnp.float32),
+        (1, 1, 1, True, jnp.float32),
+    ):
+        if count == 11:
+            # As if there were warps for all multiprocessors.
+            monkeypatch.setattr(mosaic_gpu, "_MANY_WARPS", 0)
+        weight, x, chosen = made(kind, inner, (3, count, 4, out, axis))
+        draw = np.random.default_rng(7)
+        weights = draw.normal(size=chosen.shape).astype(np.float32)
+        x = draw.normal(size=(3 * count if each else 3, inner)).astype(x.dtype)
+        bias = draw.normal(size=(4, out)).astype(np.float32) if has_bias else None
+        wanted = by_hand(weight, x, chosen, axis, weights)
+        if bias is not None:
+            wanted = wanted + np.einsum("rco,rc->ro", bias[chosen].astype(np.float64), weights)
+        if implementation == "code":
+            ending = Ending(result=jnp.dtype(result))
+            got = in_numpy(weight, x, chosen, axis, bias, ending, weights)
+        else:
+            options = {"bias": bias, "group_axis": axis, "result": result}
+            run = jax.jit(partial(gathered_matmul, **options, implementation=implementation))
+            got = run(weight, x, chosen, weights=weights)
+        tolerance = max(1e-5, jnp.finfo(result).eps) if implementation != "xla" else 0.01
+        assert_near(got, wanted, tolerance, result)
+
+
 @pytest.mark.parametrize("name", sorted(ENDINGS.keys() - {"gelu gate"}))
 def test_the_kernels_endings_pass_nan_and_infinity_on_as_xla_does(name):
     weight, x, chosen = made(None, 128, (4, 1, 3, 8, 0))
@@ -227,6 +267,9 @@ def test_interpreted_the_kernel_does_the_same_without_a_race(kind, races):
     got = mosaic_gpu.gathered_matmul(*arrays, ending=ending, interpret=True).reshape(2, 2, 19)
     wanted = ended("silu gate", by_hand(weight, x, chosen, 0))
     assert_near(got, wanted, 2**-8, jnp.bfloat16)
+    weights = jnp.asarray([[0.5, 2.0], [-1.0, 3.0]], jnp.float32)
+    added = mosaic_gpu.gathered_matmul(*arrays, None, weights, interpret=True)
+    assert_near(added, by_hand(weight, x, chosen, 0, np.asarray(weights)), 1e-5)
     assert not races()
 
 
@@ -305,13 +348,16 @@ def test_wrong_arguments_are_told(as_in_production):
         gathered_matmul(weight, x.astype(np.float32), chosen)
     with pytest.raises(ValueError, match="shape"):
         gathered_matmul(weight, x[:, :32], chosen)
-    with pytest.raises(ValueError, match="chosen must have shape"):
+    with pytest.raises(ValueError, match=r"or each choice, got 2 rows for \[1, 3\]"):
         gathered_matmul(weight, x, chosen[:1])
     for options, words in (
         ({"bias": np.zeros((5, 36), np.float32)}, r"bias must have shape \[5, 37\]"),
         ({"activation": "tanh"}, "activation must be one of silu"),
         ({"activation": "silu", "gated": True}, "must have two rows for each column, got 37"),
         ({"gated": True}, "need an activation or a clamp"),
+        ({"weights": np.ones((2, 2), np.float32)}, r"weights must have shape \[2, 3\]"),
+        ({"weights": np.ones((2, 3))}, "weights must be float32"),
+        ({"weights": np.ones((2, 3), np.float32), "activation": "silu"}, "take no activation"),
         ({"clamp": 7.0}, "clamp takes gated products"),
         ({"clamp": 7.0, "gated": True, "activation": "silu"}, "no activation, got gated=True"),
     ):

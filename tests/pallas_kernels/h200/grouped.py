@@ -91,4 +91,22 @@ def programs():
     ended = {
         f"gathered e4m3 by 128, {name}": gathered("e4m3 by 128", end) for name, end in gates.items()
     }
+
+    def added(kind):
+        name = "qwen3-next-down-t2048"
+        _, (_, weight, _) = in_few_bits(name, kind) if kind in KINDS else multiply(name)
+        x = jax.ShapeDtypeStruct((10, weight.shape[-1]), jnp.bfloat16)
+        chosen = jax.ShapeDtypeStruct((1, 10), jnp.int32)
+        weights = jax.ShapeDtypeStruct((1, 10), jnp.float32)
+
+        def run(x, weight, chosen, weights):
+            run = partial(gathered_matmul.gathered_matmul, group_axis=1, weights=weights)
+            return [run(weight, x, chosen + n) for n in range(5)]
+
+        return run, (x, weight, chosen, weights)
+
+    ended |= {
+        f"gathered and added, {kind}": added(kind)
+        for kind in ("16 bits", "e4m3 by 128", "int4 by 64, zeros")
+    }
     return {name: multiply(name) for name in names} | few | ordered | apart | ended
