@@ -53,7 +53,7 @@ _PART = 128
 """Columns whose squares are added up together where XLA weighs rows for a norm."""
 
 
-def weighed(hidden: Float[Array, "tokens hidden_size"], joining: Joining) -> Weighed:
+def weigh_stream(hidden: Float[Array, "tokens hidden_size"], joining: Joining) -> Weighed:
     """Returns the residual stream after an addition as a projection returns it whose `joining` has the next norm."""
     assert joining.next_norms is not None, "no norm follows"
     width = hidden.shape[1]
@@ -96,7 +96,7 @@ def in_few_bits(weight: Weight) -> bool:
 def joins_norms(implementation: str | None, tokens: int) -> bool:
     """Whether it is faster to fuse norms and the residual addition into projections than to compute them separately.
 
-    Under the fixed order of sums they are always fused on our kernels, since the two forms differ in the last bits.
+    Under the fixed order of sums the number of tokens does not matter, since the two forms differ in the last bits.
     """
     return implementation == "mosaic_gpu" and (tokens <= MOST_ROWS or is_fixed())
 

@@ -28,7 +28,7 @@ _WIDENING = 0.25
 _MOST_SORTED = 2**28
 """Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
 
-_NO_EPS = 1e-12
+_NO_EPS = 2.0**-41
 """Largest number that does not change a float32 sum of the best scores of a softmax over `MAX_EXPERTS`."""
 
 _MOST_INNER = 2**26

@@ -23,7 +23,7 @@ from jaxkv.cache.variants import QUANTISED, hidden_states, routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
-from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled, weighed
+from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled, weigh_stream
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.recurrence import NO_STATE, StateWrite, without_last
 from jaxkv.layers.rope import Angles, rope_angles
@@ -342,7 +342,7 @@ class Decoder:
             none = (None,) * len(stages)
             norms, post_norms = (weights.get(name, none) for name in ("norms", "post_norms"))
             for norm, after, stage in zip(norms, post_norms, stages, strict=True):
-                joins = next_norms is not None and _joins(stage)
+                is_joining = next_norms is not None and _joins(stage)
                 joining = Joining(hidden, *(next(next_norms) if next_norms else (None, 0)))
                 stream = BlockInputs(
                     config=config,
@@ -354,7 +354,7 @@ class Decoder:
                     embeddings=embeddings,
                     implementation=self.implementation,
                     # With several devices the sum over them joins the residual stream.
-                    joining=joining if joins and self.shards is None else None,
+                    joining=joining if is_joining and self.shards is None else None,
                     chosen_experts=chosen,
                     shards=self.shards,
                     state_writes=writes,
@@ -367,14 +367,14 @@ class Decoder:
                         cache, y = self._run_block(before, cache, stream, tables, traces)
                         x = (hidden + self._summed(y, peers).astype(hidden.dtype)).astype(narrow)
                     x = x if norm is None else traces.call("norm", self._norm, norm, x)
-                added = []
+                outputs = []
                 for name in blocks:
                     cache, y = self._run_block(name, cache, replace(stream, x=x), tables, traces)
-                    added.append(y)
-                if not joins:
-                    total = self._added(joining, added, after, peers)
+                    outputs.append(y)
+                if not is_joining:
+                    total = self._added(joining, outputs, after, peers)
                 else:
-                    (total,) = added
+                    (total,) = outputs
                     if self.shards is not None:
                         total = self.shards.joined(total, joining, peers)
                 is_weighed = isinstance(total, Weighed)
@@ -411,7 +411,7 @@ class Decoder:
         if post_norm is not None:
             total = rms_norm(post_norm, total, eps=self.config.norm_eps)
         hidden = joining.hidden + total.astype(joining.hidden.dtype)
-        return hidden if joining.next_norms is None else weighed(hidden, joining)
+        return hidden if joining.next_norms is None else weigh_stream(hidden, joining)
 
     def _run_block(
         self,
@@ -510,7 +510,8 @@ class Decoder:
         plain = plain and not (config.wide_residual or config.layer_norms or config.post_norms)
         joins = [_joins(stage) for stages in config.pattern for stage in stages]
         whole = self.shards is not None or is_fixed()
-        few = joins_norms(self.implementation, hidden.shape[0])
+        # The stream times a norm's weights, before the division, may be beyond float16.
+        few = joins_norms(self.implementation, hidden.shape[0]) and hidden.dtype != jnp.float16
         part = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
         # XLA's sum over devices cannot do it.
         sums = self.shards is None or self.shards.joins(part, peers)

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import choose
 from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.formats.few_bits_product import ordered
 from pallas_kernels.gathered_matmul import mosaic_gpu, xla
-from pallas_kernels.gathered_matmul.ending import Ending
+from pallas_kernels.gathered_matmul.epilogue import Epilogue
 
 
 def gathered_matmul(
@@ -46,7 +46,7 @@ def gathered_matmul(
         x: in the weight's dtype; with `FewBits` any floating dtype. A row for each row of `chosen`, or for each choice.
         chosen: int32 groups of each row; checked for concrete arrays alone.
         weights: float32 factors. The result is then the sum over a row's choices, each times its factor: [rows, out].
-        bias: of any floating dtype.
+        bias: one value per row of each matrix, in float32, bfloat16 or float16.
         group_axis: axis of the weight that counts its matrices, 0 or 1.
         activation: a name in `pallas_kernels.activations.ACTIVATIONS`; `None` for none.
         gated: whether the result is `activation(gates) * others`: a matrix has the rows of all gates, then as many
@@ -59,13 +59,13 @@ def gathered_matmul(
         ValueError: shapes, dtypes or options do not fit, or a row chooses a group that is not there.
         Unsupported: the requested implementation cannot run; the message gives the reason.
     """
-    ending = Ending(activation, gated, clamp, jnp.dtype(result))
-    _check(weight, x, chosen, bias, weights, group_axis, ending)
+    epilogue = Epilogue(activation, gated, clamp, jnp.dtype(result))
+    _check(weight, x, chosen, bias, weights, group_axis, epilogue)
     given = jax.tree.map(jnp.asarray, (weight, x, chosen, bias, weights))
     matrices, rows, ids, added, shares = given
-    columns = ending.columns(weight.shape[1 - group_axis])
+    columns = epilogue.columns(weight.shape[1 - group_axis])
     shape = (*(chosen.shape if weights is None else chosen.shape[:1]), columns)
-    if not math.prod((*shape, *chosen.shape, *weight.shape)):
+    if not math.prod((*shape, *chosen.shape, weight.shape[group_axis])):
         return jnp.zeros(shape, result)
     if isinstance(matrices, FewBits) and matrices.order is not None:
         matrices, rows = replace(matrices, order=None), _ordered(rows, ids, matrices.order)
@@ -75,7 +75,7 @@ def gathered_matmul(
     }
     is_ours = choose("gathered_matmul", reasons, implementation) == "mosaic_gpu"
     found = (mosaic_gpu if is_ours else xla).gathered_matmul(
-        matrices, rows, ids, added, shares, group_axis=group_axis, ending=ending
+        matrices, rows, ids, added, shares, group_axis=group_axis, epilogue=epilogue
     )
     return found.reshape(shape)
 
@@ -113,7 +113,7 @@ def _check(
     bias: Array | np.ndarray | None,
     weights: Array | np.ndarray | None,
     group_axis: int,
-    ending: Ending,
+    epilogue: Epilogue,
 ) -> None:
     """Raises `ValueError` for arguments that do not fit each other."""
     check_matrices(weight, x, group_axis)
@@ -125,23 +125,25 @@ def _check(
     groups, out = weight.shape[group_axis], weight.shape[1 - group_axis]
     if bias is not None:
         check_shape("bias", bias, (groups, out))
-    activation = ending.activation
+        if bias.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(f"bias must be float32, bfloat16 or float16, got {bias.dtype}")
+    activation = epilogue.activation
     if weights is not None:
         check_shape("weights", weights, chosen.shape)
-        if weights.dtype != jnp.float32 or ending.gated or activation is not None:
+        if weights.dtype != jnp.float32 or epilogue.gated or activation is not None:
             raise ValueError(
-                f"weights must be float32 and take no activation, got {weights.dtype}, gated={ending.gated} and "
+                f"weights must be float32 and take no activation, got {weights.dtype}, gated={epilogue.gated} and "
                 f"{activation!r}"
             )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if ending.clamp is not None and (activation is not None or not ending.gated):
+    if epilogue.clamp is not None and (activation is not None or not epilogue.gated):
         raise ValueError(
-            f"clamp takes gated products and no activation, got gated={ending.gated} and {activation!r}"
+            f"clamp takes gated products and no activation, got gated={epilogue.gated} and {activation!r}"
         )
-    if ending.gated and ending.clamp is None and activation is None:
+    if epilogue.gated and epilogue.clamp is None and activation is None:
         raise ValueError("gated products need an activation or a clamp")
-    if ending.gated and out % 2:
+    if epilogue.gated and out % 2:
         raise ValueError(f"gated matrices must have two rows for each column, got {out} rows")
     if isinstance(chosen, Tracer) or not chosen.size:
         return

@@ -15,7 +15,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.gathered_matmul.ending import SUMS, Ending
+from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
 from pallas_kernels.mosaic.few_bits import SCALES
 from pallas_kernels.mosaic.packed_numbers import BITS
 from pallas_kernels.mosaic.per_thread import LANES, WORDS, Threads, run_block, thread_kernel
@@ -29,8 +29,8 @@ _MOST_PLACES = 2**31 - 1
 
 # Bytes of the weight that a warp reads at least if it reads several rows, and most rows that it reads at once.
 _BYTES, _MOST_ROWS = 4096, 8
-# Columns of a sum over choices that a warp computes, and the warps from which on it computes twice as many.
-_SUMMED_COLUMNS, _MANY_WARPS = 2, 1024
+# Most columns of a sum over choices that a warp computes, most numbers of their pieces, and the warps that a GPU needs.
+_MOST_COLUMNS, _MOST_NUMBERS, _ENOUGH_WARPS = 4, 64, 1320
 
 _ROOT = 0.7978845608028654  # sqrt(2 / pi)
 
@@ -54,7 +54,7 @@ class Geometry:
         each: whether x has a row for each choice, not for each row of choices.
         summed: whether the result is a weighted sum over a row's choices.
         bias: dtype of the bias; `None` without.
-        ending: what becomes of the sums.
+        epilogue: what becomes of the sums.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Geometry:
     each: bool = False
     summed: bool = False
     bias: DTypeLike | None = None
-    ending: Ending = SUMS
+    epilogue: Epilogue = SUMS
 
     @classmethod
     def of(
@@ -126,18 +126,19 @@ class Geometry:
     @property
     def results(self) -> int:
         """Columns of the result."""
-        return self.ending.columns(self.out)
+        return self.epilogue.columns(self.out)
 
     @property
     def columns(self) -> int:
         """Columns of the result that a warp computes, of two rows of the weight each if products are gated."""
         if self.summed:
-            wide = 2 * _SUMMED_COLUMNS
-            columns = wide if self.rows * self.results >= wide * _MANY_WARPS else _SUMMED_COLUMNS
-            return min(columns, self.results)
+            columns = min(_MOST_COLUMNS, _MOST_NUMBERS // self.piece)
+            while columns > 1 and self.rows * self.results < columns * _ENOUGH_WARPS:
+                columns //= 2
+            return columns
         few = max(1, min(_MOST_ROWS, self.out, _BYTES // (4 * self.words)))
         rows = max(2 if self.out > 1 else 1, 1 << few.bit_length() - 1)
-        return rows // 2 if self.ending.gated else rows
+        return rows // 2 if self.epilogue.gated else rows
 
     @property
     def tasks(self) -> int:
@@ -168,7 +169,7 @@ def refusal(
     return Geometry.of(weight, x, chosen, group_axis=group_axis).refusal()
 
 
-@partial(jax.jit, static_argnames=("group_axis", "ending", "interpret"))
+@partial(jax.jit, static_argnames=("group_axis", "epilogue", "interpret"))
 def gathered_matmul(
     weight: Shaped[Array, "some others inner"] | FewBits,
     x: Float[Array, "rows_of_x inner"],
@@ -177,21 +178,21 @@ def gathered_matmul(
     weights: Float32[Array, "rows count"] | None = None,
     *,
     group_axis: int = 0,
-    ending: Ending = SUMS,
+    epilogue: Epilogue = SUMS,
     interpret: bool = False,
 ) -> Float[Array, "results columns"]:
     """Implements `api.gathered_matmul`. With `interpret` the kernel runs in Pallas's interpreter on the CPU, slowly.
 
-    XLA computes an ending that the kernel has not, from float32 sums.
+    XLA computes an epilogue that the kernel lacks, from float32 sums.
 
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
     geometry = Geometry.of(weight, x, chosen, group_axis=group_axis)
     check_kernel(geometry.refusal())
-    own = ending if _has(ending) else SUMS
+    own = epilogue if _has(epilogue) else SUMS
     has = {"bias": None if bias is None else bias.dtype, "summed": weights is not None}
-    geometry = replace(geometry, **has, ending=own)
+    geometry = replace(geometry, **has, epilogue=own)
     results = geometry.rows * (1 if geometry.summed else geometry.count)
     code = _multiply_and_add if geometry.summed else _multiply
     found = thread_kernel(
@@ -202,13 +203,13 @@ def gathered_matmul(
         interpret=interpret,
     )(*(array.reshape(-1) for array in jax.tree.leaves((x, chosen, weights, bias, weight))))
     found = found.reshape(results, geometry.results)
-    return found if own == ending else ending.applied(found)
+    return found if own == epilogue else epilogue.applied(found)
 
 
-def _has(ending: Ending) -> bool:
-    """Returns whether the kernel computes an ending: it has no error function, and dtypes of 32 and 16 bits."""
+def _has(epilogue: Epilogue) -> bool:
+    """Returns whether the kernel computes an epilogue: it has no error function, and dtypes of 32 and 16 bits."""
     dtypes = jnp.float32, jnp.bfloat16, jnp.float16
-    return ending.activation in (None, "silu", "gelu_tanh", "relu2") and ending.result in dtypes
+    return epilogue.activation in (None, "silu", "gelu_tanh", "relu2") and epilogue.result in dtypes
 
 
 def _multiply(
@@ -228,7 +229,7 @@ def _multiply(
     weight, *factors, out, block = others
     pair, first, is_task = _task(threads, block, g)
     group = _group(threads, chosen, pair, g)
-    halves = (0, g.results) if g.ending.gated else (0,)
+    halves = (0, g.results) if g.epilogue.gated else (0,)
     rows = [
         g.row(group, threads.least(first + column, g.results - 1) + half)
         for half in halves
@@ -248,7 +249,7 @@ def _multiply(
             found = threads.multiply_add(found, threads.constant(1.0), added)
         sums.append(found)
     is_wanted = is_task & (threads.lane < g.columns) & (first + threads.lane < g.results)
-    result = _ended(threads, sums, g.ending)
+    result = _finished(threads, sums, g.epilogue)
     threads.store_number(out, pair * g.results + own, result, where=is_wanted)
 
 
@@ -272,7 +273,7 @@ def _multiply_and_add(
     columns = [threads.least(first + column, g.results - 1) for column in range(g.columns)]
     added = threads.lane * 0
     totals = [added] * g.columns
-    at_once = max(1, _MOST_ROWS // g.columns)
+    at_once = _MOST_ROWS // g.columns
     for begin in range(0, g.count, at_once):
         pairs = [row * g.count + choice for choice in range(begin, min(begin + at_once, g.count))]
         groups = [_group(threads, chosen, pair, g) for pair in pairs]
@@ -415,36 +416,36 @@ def _without_zero(
     return threads.multiply_add(moved, of_x, total)
 
 
-def _ended(threads: Threads, sums: list[Any], ending: Ending) -> Any:  # noqa: ANN401 - a number
-    """Returns `Ending.applied` of the sum of a column, or of a gate and of its factor."""
+def _finished(threads: Threads, sums: list[Any], epilogue: Epilogue) -> Any:  # noqa: ANN401 - a number
+    """Returns `Epilogue.applied` of the sum of a column, or of a gate and of its factor."""
     first, *others = sums
-    if ending.clamp is not None:
-        high = threads.constant(ending.clamp)
+    if epilogue.clamp is not None:
+        high = threads.constant(epilogue.clamp)
         first = threads.smaller(first, high)
         [up] = others
-        up = threads.larger(threads.smaller(up, high), threads.constant(-ending.clamp))
+        up = threads.larger(threads.smaller(up, high), threads.constant(-epilogue.clamp))
         others = [threads.multiply_add(up, threads.constant(1.0), threads.constant(1.0))]
-        first = _over_one_and_power(threads, first, CLAMPED_RATE, first)
-    elif ending.activation == "silu":
-        first = _over_one_and_power(threads, first, 1.0, first)
-    elif ending.activation == "gelu_tanh":
-        # (1 + tanh(a)) / 2 is 1 / (1 + exp(-2 * a)).
+        first = _times_sigmoid(threads, first, first, CLAMPED_RATE)
+    elif epilogue.activation == "silu":
+        first = _times_sigmoid(threads, first, first, 1.0)
+    elif epilogue.activation == "gelu_tanh":
+        # (1 + tanh(a)) / 2 is sigmoid(2 * a).
         cube = threads.product(threads.product(first, first), first)
         inner = threads.multiply_add(cube, threads.constant(0.044715), first)
-        first = _over_one_and_power(threads, inner, 2 * _ROOT, first)
-    elif ending.activation == "relu2":
+        first = _times_sigmoid(threads, first, inner, 2 * _ROOT)
+    elif epilogue.activation == "relu2":
         positive = threads.larger(first, threads.constant(0.0))
         first = threads.product(positive, positive)
     return threads.product(first, others[0]) if others else first
 
 
-def _over_one_and_power(
+def _times_sigmoid(
     threads: Threads,
+    factor: Any,  # noqa: ANN401 - a number
     number: Any,  # noqa: ANN401 - a number
     rate: float,
-    above: Any,  # noqa: ANN401 - a number
 ) -> Any:  # noqa: ANN401 - a number
-    """Returns `above / (1 + exp(-rate * number))`."""
+    """Returns `factor * sigmoid(rate * number)`."""
     power = threads.power_of_two(threads.product(number, threads.constant(-rate * LOG2_E)))
     one = threads.constant(1.0)
-    return threads.quotient(above, threads.multiply_add(power, one, one))
+    return threads.quotient(factor, threads.multiply_add(power, one, one))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.gathered_matmul.ending import SUMS, Ending
+from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
 
 
 def gathered_matmul(
@@ -16,7 +16,7 @@ def gathered_matmul(
     weights: Float32[Array, "rows count"] | None = None,
     *,
     group_axis: int = 0,
-    ending: Ending = SUMS,
+    epilogue: Epilogue = SUMS,
 ) -> Float[Array, "rows *count columns"]:
     """Implements `api.gathered_matmul`."""
     rows, count = chosen.shape
@@ -33,4 +33,4 @@ def gathered_matmul(
     sums = sums if bias is None else sums + bias[chosen].astype(jnp.float32)
     if weights is not None:
         sums = jnp.sum(sums * weights[:, :, None], axis=1)
-    return ending.applied(sums)
+    return epilogue.applied(sums)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.gathered_matmul.ending import Ending
+from pallas_kernels.gathered_matmul.epilogue import Epilogue
 
 
 def gathered_matmul(
@@ -16,7 +16,7 @@ def gathered_matmul(
     weights: Float32[Array, "rows count"] | None,
     *,
     group_axis: int,
-    ending: Ending,
+    epilogue: Epilogue,
 ) -> Float[Array, "results columns"]:
     """Implements `api.gathered_matmul`; a weight in few bits is rounded to x's dtype.
 
@@ -37,8 +37,8 @@ def gathered_matmul(
     )
     sums = sums if bias is None else sums + bias[ids].astype(jnp.float32)
     if weights is None:
-        return ending.applied(sums)
+        return epilogue.applied(sums)
     # As additions, which XLA joins; a reduction would be a kernel of its own.
     each = sums.reshape(*chosen.shape, -1)
     first, *others = (each[:, at] * weights[:, at, None] for at in range(chosen.shape[1]))
-    return ending.applied(sum(others, first))
+    return epilogue.applied(sum(others, first))

@@ -43,5 +43,6 @@ def weigh(
     """
     wide = rows.astype(jnp.float32)
     weighed = wide * weights.astype(jnp.float32)[None]
-    squares = sum_of_last((wide * wide).reshape(len(rows), parts, -1)).reshape(len(rows), parts)
+    of_parts = (wide * wide).reshape(len(rows), parts, rows.shape[1] // parts)
+    squares = sum_of_last(of_parts).reshape(len(rows), parts)
     return Weighed(rows, weighed.astype(rows.dtype), squares.T)

@@ -186,9 +186,9 @@ def choose_steps(
 def bytes_of_one_row(model: Model, params: Params) -> int:
     """Returns the bytes of parameters that a decode step of one row reads.
 
-    Of a decoder's experts it counts those that a token uses; with `batch_invariant` all, since XLA then runs all. Of
-    embeddings it counts nothing if another table makes the logits. Of other models, and of decoders that several
-    devices divide, it counts all parameters: on each device.
+    Of a decoder's experts it counts those that a token uses; with `batch_invariant` all, since XLA reads all where a
+    model has an op without a rule for our kernels. Of embeddings it counts nothing if another table makes the logits.
+    Of other models, and of decoders that several devices divide, it counts all parameters: on each device.
 
     Args:
         model: the model.

@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.formats.few_bits import CODES, FewBits
 from pallas_kernels.gathered_matmul import mosaic_gpu
 from pallas_kernels.gathered_matmul.cases import CASES
-from pallas_kernels.gathered_matmul.ending import SUMS, Ending
+from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
 from tests.pallas_kernels.contract import cases, implementations
 from tests.pallas_kernels.few_bits import KINDS, drawn, exact
 from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
@@ -95,14 +95,14 @@ def test_columns_in_an_order_of_their_own_meet_those_of_x(implementation, orders
     assert_near(gathered_matmul(weight, x, chosen, implementation=implementation), wanted, 0.01)
 
 
-def in_numpy(weight, x, chosen, axis, bias=None, ending=SUMS, weights=None):
+def in_numpy(weight, x, chosen, axis, bias=None, epilogue=SUMS, weights=None):
     """Runs the kernel's code for each of its blocks."""
     geometry = mosaic_gpu.Geometry.of(weight, x, chosen, group_axis=axis)
     assert geometry.refusal() is None
     has = {"bias": None if bias is None else bias.dtype, "summed": weights is not None}
-    geometry = replace(geometry, **has, ending=ending)
+    geometry = replace(geometry, **has, epilogue=epilogue)
     shape = (*chosen.shape[: 1 if geometry.summed else 2], geometry.results)
-    out = np.full(np.prod(shape), np.nan, ending.result)
+    out = np.full(np.prod(shape), np.nan, epilogue.result)
     parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves((weights, bias, weight))]
     code = mosaic_gpu._multiply_and_add if geometry.summed else mosaic_gpu._multiply
     for block in range(-(-geometry.tasks // 4)):
@@ -175,7 +175,7 @@ def ended(name, sums):
 @implementations("xla", "code", "mosaic_gpu")
 @pytest.mark.parametrize("name", ENDINGS)
 def test_sums_end_with_bias_and_activation(implementation, name):
-    """Sums are up to some 100, of either sign. A row of NaN stays one, also behind a clamp."""
+    """Sums are of either sign, some beyond the clamp."""
     for kind, shape, result, bias_dtype in (
         (None, (2, 3, 5, 38, 0), jnp.float32, None),
         ("e4m3 by row", (2, 3, 5, 38, 0), jnp.bfloat16, jnp.bfloat16),
@@ -184,7 +184,6 @@ def test_sums_end_with_bias_and_activation(implementation, name):
         weight, x, chosen = made(kind, 256, shape)
         groups, out, axis = shape[2:]
         sums = by_hand(weight, x, chosen, axis)
-        # Some beyond every clamp, some within.
         x = (x.astype(np.float32) * np.float32(8 / np.abs(sums).max())).astype(x.dtype)
         sums, bias = by_hand(weight, x, chosen, axis), None
         if bias_dtype is not None:
@@ -192,11 +191,11 @@ def test_sums_end_with_bias_and_activation(implementation, name):
             bias = (draw * np.abs(sums).max()).astype(bias_dtype)
             sums = sums + bias[chosen].astype(np.float64)
         options, _ = ENDINGS[name]
-        ending = Ending(**options, result=jnp.dtype(result))
-        if implementation == "code" and not mosaic_gpu._has(ending):
+        epilogue = Epilogue(**options, result=jnp.dtype(result))
+        if implementation == "code" and not mosaic_gpu._has(epilogue):
             pytest.skip("XLA computes it from the sums")
         if implementation == "code":
-            got = in_numpy(weight, x, chosen, axis, bias, ending)
+            got = in_numpy(weight, x, chosen, axis, bias, epilogue)
         else:
             options = options | {"bias": bias, "group_axis": axis, "result": result}
             got = gathered_matmul(weight, x, chosen, **options, implementation=implementation)
@@ -207,8 +206,9 @@ def test_sums_end_with_bias_and_activation(implementation, name):
 
 
 @implementations("xla", "code", "mosaic_gpu")
-@pytest.mark.parametrize("kind", [None, *KINDS])
-@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "each"), [(None, True), (None, False), *((kind, True) for kind in KINDS)]
+)
 def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each, monkeypatch):
     """Columns that warps share evenly, or do not, and more choices than a warp reads at once."""
     inner = 64 if kind is None else 256
@@ -218,8 +218,8 @@ def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each,
         (1, 1, 1, True, jnp.float32),
     ):
         if count == 11:
-            # As if there were warps for all multiprocessors.
-            monkeypatch.setattr(mosaic_gpu, "_MANY_WARPS", 0)
+            # As if there were warps for all multiprocessors: several columns for each.
+            monkeypatch.setattr(mosaic_gpu, "_ENOUGH_WARPS", 0)
         weight, x, chosen = made(kind, inner, (3, count, 4, out, axis))
         draw = np.random.default_rng(7)
         weights = draw.normal(size=chosen.shape).astype(np.float32)
@@ -229,8 +229,8 @@ def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each,
         if bias is not None:
             wanted = wanted + np.einsum("rco,rc->ro", bias[chosen].astype(np.float64), weights)
         if implementation == "code":
-            ending = Ending(result=jnp.dtype(result))
-            got = in_numpy(weight, x, chosen, axis, bias, ending, weights)
+            epilogue = Epilogue(result=jnp.dtype(result))
+            got = in_numpy(weight, x, chosen, axis, bias, epilogue, weights)
         else:
             options = {"bias": bias, "group_axis": axis, "result": result}
             run = jax.jit(partial(gathered_matmul, **options, implementation=implementation))
@@ -246,13 +246,13 @@ def test_the_kernels_endings_pass_nan_and_infinity_on_as_xla_does(name):
     weight[..., 0] = 1
     options, _ = ENDINGS[name]
     with np.errstate(all="ignore"):
-        got = np.asarray(in_numpy(weight, x, chosen, 0, ending=Ending(**options)))
+        got = np.asarray(in_numpy(weight, x, chosen, 0, epilogue=Epilogue(**options)))
     wanted = np.asarray(gathered_matmul(weight, x, chosen, **options, implementation="xla"))
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     assert np.isnan(got[0]).all()
 
 
-# The tests above have the code for every form and ending.
+# The tests above have the code for every form and epilogue.
 @pytest.mark.parametrize(
     "kind",
     [
@@ -263,8 +263,8 @@ def test_the_kernels_endings_pass_nan_and_infinity_on_as_xla_does(name):
 def test_interpreted_the_kernel_does_the_same_without_a_race(kind, races):
     weight, x, chosen = made(kind, 256, (2, 2, 3, 38, 0))
     arrays = jax.tree.map(jnp.asarray, (weight, x, chosen))
-    ending = Ending("silu", gated=True, result=jnp.dtype(jnp.bfloat16))
-    got = mosaic_gpu.gathered_matmul(*arrays, ending=ending, interpret=True).reshape(2, 2, 19)
+    epilogue = Epilogue("silu", gated=True, result=jnp.dtype(jnp.bfloat16))
+    got = mosaic_gpu.gathered_matmul(*arrays, epilogue=epilogue, interpret=True).reshape(2, 2, 19)
     wanted = ended("silu gate", by_hand(weight, x, chosen, 0))
     assert_near(got, wanted, 2**-8, jnp.bfloat16)
     weights = jnp.asarray([[0.5, 2.0], [-1.0, 3.0]], jnp.float32)
@@ -352,6 +352,7 @@ def test_wrong_arguments_are_told(as_in_production):
         gathered_matmul(weight, x, chosen[:1])
     for options, words in (
         ({"bias": np.zeros((5, 36), np.float32)}, r"bias must have shape \[5, 37\]"),
+        ({"bias": np.zeros((5, 37))}, "bias must be float32, bfloat16 or float16, got float64"),
         ({"activation": "tanh"}, "activation must be one of silu"),
         ({"activation": "silu", "gated": True}, "must have two rows for each column, got 37"),
         ({"gated": True}, "need an activation or a clamp"),

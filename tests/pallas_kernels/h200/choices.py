@@ -41,7 +41,7 @@ def route(count, x, scores):
     layers = []
     # XLA makes no graph of fewer than five kernels.
     for layer in range(2):
-        _, chosen = row_topk.row_topk(scores + layer, count=count)
+        _, chosen = row_topk.row_topk(scores + layer, count=count, softmax=layer == 1)
         *found, sizes = group_rows.group_rows(x, chosen, groups=groups)
         layers.append((found, table(sizes, geometry, Schedule.by_rule(geometry))))
     return x, layers

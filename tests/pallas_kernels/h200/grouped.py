@@ -11,7 +11,7 @@ def programs():
     from pallas_kernels.fixed_order import fixed_order
     from pallas_kernels.formats.few_bits import CODES, FewBits
     from pallas_kernels.gathered_matmul import mosaic_gpu as gathered_matmul
-    from pallas_kernels.gathered_matmul.ending import SUMS, Ending
+    from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
     from pallas_kernels.grouped_matmul import mosaic_gpu
     from pallas_kernels.grouped_matmul.cases import CASES
     from tests.pallas_kernels.few_bits import KINDS
@@ -54,17 +54,18 @@ def programs():
 
         return run_in_order, arguments
 
-    def gathered(kind, ending=SUMS):
+    def gathered(kind, epilogue=SUMS):
         name = "qwen3-next-up-t8"
         _, (_, weight, _) = in_few_bits(name, kind) if kind in KINDS else multiply(name)
         x = jax.ShapeDtypeStruct((8, weight.shape[-1]), jnp.bfloat16)
         chosen = jax.ShapeDtypeStruct((8, 10), jnp.int32)
+        biases = (jax.ShapeDtypeStruct(weight.shape[:2], jnp.bfloat16),) if epilogue.clamp else ()
 
-        def run(x, weight, chosen):
-            run = partial(gathered_matmul.gathered_matmul, ending=ending)
-            return [run(weight, x, chosen + n) for n in range(5)]
+        def run(x, weight, chosen, *biases):
+            run = partial(gathered_matmul.gathered_matmul, epilogue=epilogue)
+            return [run(weight, x, chosen + n, *biases) for n in range(5)]
 
-        return run, (x, weight, chosen)
+        return run, (x, weight, chosen, *biases)
 
     names = ["qwen3-next-up-t8", "gpt-oss-up-t8", "gpt-oss-down-t2048"]
     kinds = {
@@ -83,10 +84,10 @@ def programs():
     }
     narrow = {"gated": True, "result": jnp.dtype(jnp.bfloat16)}
     gates = {
-        "silu gate": Ending("silu", **narrow),
-        "gelu_tanh gate": Ending("gelu_tanh", **narrow),
-        "clamped gate": Ending(clamp=7.0, **narrow),
-        "relu2": Ending("relu2", result=jnp.dtype(jnp.float16)),
+        "silu gate": Epilogue("silu", **narrow),
+        "gelu_tanh gate": Epilogue("gelu_tanh", **narrow),
+        "clamped gate": Epilogue(clamp=7.0, **narrow),
+        "relu2": Epilogue("relu2", result=jnp.dtype(jnp.float16)),
     }
     ended = {
         f"gathered e4m3 by 128, {name}": gathered("e4m3 by 128", end) for name, end in gates.items()

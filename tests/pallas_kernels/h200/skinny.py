@@ -32,11 +32,14 @@ def programs():
         return run, (*arrays, *extras)
 
     def in_fixed_order(name, rows):
-        """Returns the product of any number of rows between two norms, under the fixed order of sums."""
+        """Returns the product of any number of rows between two norms, under the fixed order of sums.
+
+        Norms of few rows are in float32.
+        """
         _, (x, weight, *residual) = multiply(name, rows)
         case = cases[name]
         squares = jax.ShapeDtypeStruct((64, rows), jnp.float32)
-        norms = jax.ShapeDtypeStruct((2, case.out), jnp.bfloat16)
+        norms = jax.ShapeDtypeStruct((2, case.out), jnp.bfloat16 if rows > 64 else jnp.float32)
 
         def run(x, weight, squares, norms, residual=None):
             after = norms if case.has_residual else None

@@ -365,3 +365,12 @@ def test_a_norm_between_two_products_equals_one_of_its_own(implementation, rows,
     unit = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5)
     wanted = oracle(second | {"x": unit * np.asarray(norm, np.float64)})
     assert_output(last, wanted, "bfloat16")
+
+
+def test_no_rows_have_no_squares():
+    weight, norms = jnp.ones((64, 32)), jnp.ones((1, 64))
+    for implementation in (None, "xla"):
+        found = skinny_matmul(
+            weight, jnp.zeros((0, 32)), next_norm=norms, implementation=implementation
+        )
+        assert [part.shape for part in found] == [(0, 64), (0, 64), (1, 0)]

@@ -1,4 +1,4 @@
-"""What becomes of the sums of `gathered_matmul`: the activation of an expert's first product."""
+"""What becomes of the sums of `gathered_matmul`: the activation of an expert's first product, and the dtype."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from pallas_kernels.activations import activate, clamped_gate, gate
 
 
 @dataclass(frozen=True)
-class Ending:
-    """The options of `api.gathered_matmul` that its sums end with.
+class Epilogue:
+    """What `api.gathered_matmul` does with its sums, bias included.
 
     Attributes:
         activation: name of an activation, or `None`.
@@ -39,5 +39,5 @@ class Ending:
         return sums.astype(self.result)
 
 
-SUMS = Ending()
+SUMS = Epilogue()
 """The float32 sums as they are."""
