@@ -327,9 +327,8 @@ def _run_all(
         share: Float[Array, "block experts"],
     ) -> Float[Array, "block width"]:
         inner = linear(_rows(up, -1), x, up_bias, implementation="xla").reshape(-1, inner_size)
-        inner = (
-            _activated(inner, mixture, activation).astype(jnp.float32).reshape(len(x), experts, -1)
-        )
+        inner = _activated(inner, mixture, activation).astype(jnp.float32)
+        inner = inner.reshape(len(x), experts, -1)
         # Selected, not multiplied by zero: the output of an expert that was not chosen may be inf or NaN.
         inner = jnp.where(picked[:, :, None], inner * share[:, :, None], 0.0).astype(x.dtype)
         out = linear(_rows(down, width), inner.reshape(len(x), -1), implementation="xla")

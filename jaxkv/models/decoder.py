@@ -499,7 +499,7 @@ class Decoder:
         projections do. So the last projection of the stage before, or the sum over devices after it, adds its output
         to the residual stream and multiplies by that norm's weight; XLA does so after other stages. Stages do this in
         steps of few tokens on our kernels, if nothing but an addition and a norm is between two of them. Under the
-        fixed order of sums, and on several devices, all stages are such or none does.
+        fixed order of sums, and on several devices, no stage does unless all are of one block with `joins`.
 
         Returns:
             For each stage the fields `next_norms` and `row` of `Joining`; (`None`, 0) if the next stage takes its norm

@@ -38,19 +38,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(folder):
-    """An `LLM` without replicas."""
-    with LLM(folder, **SMALL) as llm:
+def two(folder):
+    """Two replicas."""
+    with LLM(folder, data_parallel_size=2, **SMALL) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def two(folder, one):
-    """Two replicas, which find on disk what one `LLM` has compiled before they start."""
-    one.generate(PROMPTS, GREEDY)
-    one.generate(LONG, GREEDY)
-    one.score(PROMPTS)
-    with LLM(folder, data_parallel_size=2, **SMALL) as llm:
+def one(folder):
+    """An `LLM` without replicas."""
+    with LLM(folder, **SMALL) as llm:
         yield llm
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,6 +11,7 @@ from pallas_kernels.mosaic.per_thread import LANES, THREADS, WORDS, Threads
 from pallas_kernels.mosaic.warps import WARPS
 
 _NONE, _SEVERAL = -1, -2
+_numbers_of = jax.jit(numbers_of, static_argnums=1)
 
 
 class Race(AssertionError):
@@ -51,7 +53,8 @@ class _Uses:
 class NumpyThreads(Threads):
     """References are arrays of one axis, with 32 bits an element unless they are only read.
 
-    A place that is not there is an error, and so is a race between threads.
+    A place that is not there is an error, and so is a race between threads. What `load_words` and `load_number` read is
+    taken for read by all and written by none.
     """
 
     refuses_races = True
@@ -64,9 +67,10 @@ class NumpyThreads(Threads):
     def _note(self, ref, users, place, thread, *, alone=False):
         assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
         if self.refuses_races:
-            # With the array, so that no other one gets its id.
-            uses = self._uses.setdefault(id(ref), _Uses(ref))
-            uses.note(users, place, thread, alone=alone)
+            if id(ref) not in self._uses:
+                # With the array, so that no other one gets its id.
+                self._uses[id(ref)] = _Uses(ref)
+            self._uses[id(ref)].note(users, place, thread, alone=alone)
 
     def select(self, condition, one, other):
         return np.where(condition, np.int32(one), np.int32(other))
@@ -85,7 +89,9 @@ class NumpyThreads(Threads):
 
     def load_words(self, ref, place):
         assert (place % WORDS == 0).all(), "words that do not begin where four do"
-        return [self.load(ref.view(np.int32), place + part) for part in range(WORDS)]
+        words = ref.view(np.int32)
+        assert ((place >= 0) & (place + WORDS <= words.size)).all(), "a place that is not there"
+        return [words[place + part] for part in range(WORDS)]
 
     def load_number(self, ref, place):
         assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
@@ -97,7 +103,9 @@ class NumpyThreads(Threads):
         ref[place[wanted]] = number.view(np.float32)[wanted].astype(ref.dtype)
 
     def numbers(self, word, kind):
-        return [np.asarray(number).view(np.int32) for number in numbers_of(jnp.asarray(word), kind)]
+        return [
+            np.asarray(number).view(np.int32) for number in _numbers_of(jnp.asarray(word), kind)
+        ]
 
     def dot(self, total, word, others, kind):
         for number, other in zip(self.numbers(word, kind), others, strict=True):
