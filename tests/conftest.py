@@ -112,6 +112,9 @@ _LONG = (
     "sampling/test_sample.py",
     "torch_bridge/graphs/test_step_graphs.py",
     "models/test_unsettled_states.py",
+    "pallas_kernels/gathered_matmul/test_gathered_matmul.py",
+    "engine/steps/test_multi_step.py",
+    "models/test_decoder_joined_norms.py",
 )
 """Files of 10 CPU seconds and more, the longest first, so that no process waits at the end for another's long file."""
 

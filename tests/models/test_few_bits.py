@@ -51,7 +51,7 @@ CONFIG = ModelConfig(
 )
 FAMILIES = {"mosaic_gpu": None, None: None, "xla": "xla", "xla_products": "xla"}
 """Family -> the implementation of `skinny_matmul` that it asks for; `None` for the preferred one."""
-BOTH = {"attention", "eagle_attention", "gated"}
+BOTH = {"attention", "eagle_attention", "gated", "delta"}
 """Blocks whose plain weights are multiplied by `skinny_matmul` too."""
 
 
