@@ -148,7 +148,7 @@ def pytest_collection():
 
 
 # Linux lets a process have 65530, and compiled programs take some each; one more, and XLA crashes.
-_MANY_MAPS = 30_000
+_MANY_MAPS = 45_000
 _MAPS = Path("/proc/self/maps")
 
 
