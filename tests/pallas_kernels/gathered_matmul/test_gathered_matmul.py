@@ -142,7 +142,7 @@ def gelu_tanh(x):
     return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-ENDINGS = {
+EPILOGUES = {
     "silu gate": (
         {"activation": "silu", "gated": True},
         lambda gate, up: gate * sigmoid(gate) * up,
@@ -168,12 +168,12 @@ ENDINGS = {
 
 def ended(name, sums):
     """Returns the results of sums in float64."""
-    options, end = ENDINGS[name]
+    options, end = EPILOGUES[name]
     return end(*np.split(sums, 2, axis=-1)) if options.get("gated") else end(sums)
 
 
 @implementations("xla", "code", "mosaic_gpu")
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", EPILOGUES)
 def test_sums_end_with_bias_and_activation(implementation, name):
     """Sums are of either sign, some beyond the clamp."""
     for kind, shape, result, bias_dtype in (
@@ -190,7 +190,7 @@ def test_sums_end_with_bias_and_activation(implementation, name):
             draw = np.random.default_rng(3).normal(size=(groups, out))
             bias = (draw * np.abs(sums).max()).astype(bias_dtype)
             sums = sums + bias[chosen].astype(np.float64)
-        options, _ = ENDINGS[name]
+        options, _ = EPILOGUES[name]
         epilogue = Epilogue(**options, result=jnp.dtype(result))
         if implementation == "code" and not mosaic_gpu._has(epilogue):
             pytest.skip("XLA computes it from the sums")
@@ -244,12 +244,12 @@ def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each,
         assert_near(got, wanted, tolerance, result)
 
 
-@pytest.mark.parametrize("name", sorted(ENDINGS.keys() - {"gelu gate"}))
-def test_the_kernels_endings_pass_nan_and_infinity_on_as_xla_does(name):
+@pytest.mark.parametrize("name", sorted(EPILOGUES.keys() - {"gelu gate"}))
+def test_the_kernels_epilogues_pass_nan_and_infinity_on_as_xla_does(name):
     weight, x, chosen = made(None, 128, (4, 1, 3, 8, 0))
     x[0, 0], x[1, 0], x[2, 0] = np.nan, np.inf, -np.inf
     weight[..., 0] = 1
-    options, _ = ENDINGS[name]
+    options, _ = EPILOGUES[name]
     with np.errstate(all="ignore"):
         got = np.asarray(in_numpy(weight, x, chosen, 0, epilogue=Epilogue(**options)))
     wanted = np.asarray(gathered_matmul(weight, x, chosen, **options, implementation="xla"))
