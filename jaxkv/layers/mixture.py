@@ -114,7 +114,7 @@ def grouped_for(
     ]
     may_gather = rows <= mixture.experts and not is_fixed()
     if may_gather and _reads_apart_are_few(tokens, mixture, experts):
-        chosen = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+        chosen = jax.ShapeDtypeStruct((tokens, mixture.top_k), jnp.int32)
         refusals = [
             why_not_gathered(weight, x, chosen, group_axis=axis)
             for axis, (weight, x) in enumerate(zip(experts, inputs, strict=True))

@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.typing import DTypeLike
 
 from pallas_kernels.device import ROW_TILE, WGMMA_ROWS
-from pallas_kernels.formats.few_bits import CODES, FewBits
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.mosaic.dialects import (
     Value,
     add,
@@ -39,6 +39,12 @@ from pallas_kernels.mosaic.dialects import (
 )
 from pallas_kernels.mosaic.few_bits import KINDS
 from pallas_kernels.mosaic.few_bits_turn import Packing
+from pallas_kernels.mosaic.packed_numbers import (
+    multiply_tile,
+    pairs_of_word,
+    power_conversion,
+    word_conversion,
+)
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.products import in_layout
 from pallas_kernels.mosaic.tiles import PER_ROW, WGMMA, swizzled
@@ -51,10 +57,6 @@ HEIGHT = WGMMA_ROWS // WARPS
 
 # Threads that share a row, columns of a thread at most, bytes of a swizzled piece and of a row of x in a tile.
 _MEMBERS, _MOST_COLUMNS, _PIECE, _SWIZZLE = 4, 16, 16, 128
-_MULTIPLY = """{{
-    mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
-        {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};
-}}"""
 
 
 def add_warp_products(
@@ -146,90 +148,6 @@ def fits(packing: Packing, chunk: int) -> bool:
     return is_whole and chunk & (chunk - 1) == 0 and chunk * packing.bits // 8 % _SWIZZLE == 0
 
 
-def word_conversion(code: str, dtype: DTypeLike) -> str:
-    """Returns the PTX that turns a word of codes, the input operand, into registers of two 16-bit numbers.
-
-    Output i has the codes i and i + half of those in the word. The inputs follow the outputs; that of int4 has a second
-    one, the zero point in both halves as an integer beside `magic`.
-
-    Args:
-        code: name in `CODES`.
-        dtype: bfloat16 or float16.
-    """
-    kind = KINDS[jnp.dtype(dtype).name]
-    bits = CODES[code].bits
-    count = pairs_of_word(code)
-    word, base = f"${count}", f"${count + 1}"
-    two = f"{kind.name}x2"
-    lines = [".reg .b32 m, s, f, w;"]
-    shift, mask, factor = kind.e2m1 if code == "float4_e2m1fn" else kind.e4m3
-    # Whether a code of 4 bits times 2**shift + 2**12 is its bits twice, those of the magnitude and of the sign.
-    is_doubled = code == "float4_e2m1fn" and shift + bits <= 12
-    if CODES[code].is_float:
-        lines.append(f"mov.b32 f, {factor:#x};")
-    if code == "float8_e4m3fn":
-        lines.append(f"and.b32 w, {word}, 0x80808080;")
-    if is_doubled:
-        lines.append(f"shr.b32 w, {word}, 8;")
-    for place in range(count):
-        down = bits * place
-        if code == "int4":
-            lines += [
-                _shifted("m", word, -down),
-                f"lop3.b32 m, m, 0x000f000f, {kind.magic:#x}, 0xea;",
-                f"sub.rn.{two} ${place}, m, {base};",
-            ]
-        elif code == "int8":
-            lines += [
-                _shifted("m", word, -down),
-                f"lop3.b32 s, m, 0x00800080, {kind.magic:#x}, 0xea;",
-                f"lop3.b32 m, m, 0x007f007f, {kind.magic:#x}, 0xea;",
-                f"sub.rn.{two} ${place}, m, s;",
-            ]
-        elif code == "float8_e4m3fn":
-            # 0xe2 takes m where the mask is set, else s: signs, of which the other pair's are inside the mask.
-            lines += [
-                _shifted("m", word, shift - down),
-                _shifted("s", "w", bits - down),
-                f"lop3.b32 m, m, {mask:#x}, s, 0xe2;",
-                f"mul.rn.{two} ${place}, m, f;",
-            ]
-        elif is_doubled:
-            inside = down % 8
-            lines += [
-                f"and.b32 m, {word if down < 8 else 'w'}, {0x000F000F << inside:#x};",
-                f"mul.lo.u32 m, m, {(1 << 12 - inside) + (1 << shift - inside):#x};",
-                f"and.b32 m, m, {mask | 0x80008000:#x};",
-                f"mul.rn.{two} ${place}, m, f;",
-            ]
-        else:
-            lines += [
-                _shifted("m", word, shift - down),
-                f"and.b32 m, m, {mask:#x};",
-                _shifted("s", word, 12 - down),
-                "lop3.b32 m, s, 0x80008000, m, 0xea;",
-                f"mul.rn.{two} ${place}, m, f;",
-            ]
-    return "{ " + " ".join(lines) + " }"
-
-
-def power_conversion(half: int) -> str:
-    """Returns the PTX that turns half of a word of e8m0 codes, $2, into the float32 numbers $0 and $1.
-
-    They are as of `power_of_two`: by way of two bfloat16 numbers, of which the least is subnormal, and times 0 infinity
-    becomes NaN.
-    """
-    return f"""{{ .reg .b32 t, c, z;
-        prmt.b32 t, $2, 0, {0x4342 if half else 0x4140:#x}; shl.b32 t, t, 7;
-        mov.b32 c, 0x00400040; max.u16x2 t, t, c;
-        mov.b32 z, 0; fma.rn.bf16x2 t, t, z, t; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }}"""
-
-
-def pairs_of_word(code: str) -> int:
-    """Returns the registers that a word of codes becomes."""
-    return 16 // CODES[code].bits
-
-
 class _Product:
     """One turn of a block; all methods emit code."""
 
@@ -246,7 +164,7 @@ class _Product:
     ) -> None:
         height, self.octets = shape
         self.width, self.chunk, self.packing, self.folds = width, chunk, packing, folds
-        self.kind = KINDS[jnp.dtype(dtype).name]
+        self.dtype = jnp.dtype(dtype).name
         self.text = word_conversion(packing.code, dtype)
         self.span = packing.span(chunk)
         # Columns of a thread, and its bytes of codes, in one unit; the four threads of a row share it.
@@ -349,16 +267,11 @@ class _Product:
         self, sums: list[Value], left: list[list[Value]], right: list[Value]
     ) -> list[Value]:
         """Returns the accumulators of a unit's products, added to `sums` unless they are empty."""
-        f32 = ir.F32Type.get()
-        struct = llvm.StructType.get_literal([f32] * 4)
-        kinds = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-        sums = sums or [arith.constant(f32, 0.0)] * 4
+        sums = sums or [arith.constant(ir.F32Type.get(), 0.0)] * 4
         low, high = left
         for step in range(0, len(right), 2):
             given = [low[step], high[step], low[step + 1], high[step + 1], *right[step : step + 2]]
-            text = _MULTIPLY.format(kind=self.kind.name)
-            found = llvm.inline_asm(struct, [*given, *sums], text, kinds)
-            sums = [llvm.extractvalue(f32, found, [place]) for place in range(4)]
+            sums = multiply_tile(given, sums, self.dtype)
         return sums
 
     def factors(self, words: list[list[Value]]) -> Iterator[tuple[list[Value], list[Value]]]:
@@ -380,9 +293,10 @@ class _Product:
         if self.packing.code != "int4":
             return [None, None]
         if not self.packing.has_zeros:
-            return [constant(self.kind.magic | 0x00080008)] * 2
+            return [constant(KINDS[self.dtype].magic | 0x00080008)] * 2
+        magic = constant(KINDS[self.dtype].magic)
         zeros = [_part(words[place // 4][half], place % 4, 1) for half in (0, 1)]
-        return [arith.ori(times(zero, 0x00010001), constant(self.kind.magic)) for zero in zeros]
+        return [arith.ori(times(zero, 0x00010001), magic) for zero in zeros]
 
 
 def _groups(packing: Packing, chunk: int) -> int:
@@ -476,12 +390,6 @@ def _multiply_add(number: Value, factor: Value, other: Value) -> Value:
 
 def _permuted(low: Value, high: Value, selector: int) -> Value:
     return llvm.inline_asm(i32(), [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
-
-
-def _shifted(target: str, source: str, left: int) -> str:
-    if not left:
-        return f"mov.b32 {target}, {source};"
-    return f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};"
 
 
 def _words(array: Value) -> list[Value]:

@@ -37,8 +37,14 @@ from pallas_kernels.mosaic.packed_numbers import (
     BITS,
     OF_NUMBER,
     as_words,
+    multiply_tile,
     numbers_of,
+    pairs_of,
+    pairs_of_word,
+    tile_product,
     unpacked,
+    word_conversion,
+    zero_conversion,
 )
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
@@ -173,8 +179,16 @@ class Threads(ABC):
         """Returns `WORDS` adjacent words of a reference to any dtype, from a multiple of `WORDS` words on."""
 
     @abstractmethod
+    def store_words(self, ref: Ref, place: Any, words: Sequence[Any], *, where: Any = None) -> None:  # noqa: ANN401 - words
+        """Stores `WORDS` adjacent words as `store` does, from a multiple of `WORDS` words on."""
+
+    @abstractmethod
     def load_number(self, ref: Ref, place: Any) -> Any:  # noqa: ANN401 - a word
         """Returns as a number the element at a place: a float of 32 or 16 bits, an e8m0 or a uint8."""
+
+    @abstractmethod
+    def load_two_numbers(self, ref: Ref, place: Any) -> list[Any]:  # noqa: ANN401 - a word
+        """Returns as numbers the elements at an even place and behind it, as `load_number` does, with one load."""
 
     @abstractmethod
     def store_number(self, ref: Ref, place: Any, number: Any, *, where: Any = None) -> None:  # noqa: ANN401 - words
@@ -182,11 +196,39 @@ class Threads(ABC):
 
     @abstractmethod
     def numbers(self, word: Any, kind: str) -> list[Any]:  # noqa: ANN401 - a word
-        """Returns the numbers that a word holds, of a kind in `BITS`; those of int4 are its codes - 8."""
+        """Returns the numbers that a word holds, of a kind in `BITS` of at least 8 bits."""
 
     @abstractmethod
     def dot(self, total: Any, word: Any, others: Sequence[Any], kind: str) -> Any:  # noqa: ANN401 - words
         """Returns the number `total` and the products of the numbers of a word with others, added in their order."""
+
+    @abstractmethod
+    def pairs(self, word: Any, kind: str, dtype: str, zero: Any = None) -> list[Any]:  # noqa: ANN401 - words
+        """Returns the numbers of a word of codes as words of two 16-bit numbers: of codes i and i + half of them.
+
+        Args:
+            word: the codes.
+            kind: a kind in `BITS` of at most 8 bits.
+            dtype: dtype of the numbers, bfloat16 or float16.
+            zero: a number, the zero point of int4 codes; `None` for 8.
+        """
+
+    @abstractmethod
+    def tile_product(
+        self, sums: Sequence[Any], left: Sequence[Any], right: Sequence[Any], dtype: str
+    ) -> list[Any]:
+        """Returns sums with the product of the warp's 16 x 16 and 16 x 8 numbers added, on tensor cores.
+
+        Lane 4 * line + member has numbers of these rows and columns, as `mma.sync.m16n8k16` wants them.
+
+        Args:
+            sums: four numbers, of row `line` and of columns 2 * member and 2 * member + 1, then of row line + 8.
+            left: words of two numbers: of row `line` and of columns 2 * member and 2 * member + 1, then of row
+                line + 8, and both again of columns 8 further.
+            right: words of two numbers: of rows 2 * member and 2 * member + 1 and of column `line`, then of rows 8
+                further.
+            dtype: dtype of the numbers of left and right, bfloat16 or float16.
+        """
 
     @abstractmethod
     def multiply_add(self, one: Any, other: Any, total: Any) -> Any:  # noqa: ANN401 - numbers
@@ -209,8 +251,8 @@ class Threads(ABC):
         """Returns the larger of two numbers, NaN if one is."""
 
     @abstractmethod
-    def total_of_warp(self, number: Any) -> Any:  # noqa: ANN401 - a number
-        """Returns the sum of the numbers of the warp's threads, the same bits in each."""
+    def total_of_lanes(self, number: Any, count: int) -> Any:  # noqa: ANN401 - a number
+        """Returns the sum of the numbers of `count` adjacent lanes, a power of two, the same bits in each of them."""
 
     @abstractmethod
     def set_bits(self, ref: Ref, place: Any, bits: Any) -> None:  # noqa: ANN401 - words
@@ -231,6 +273,12 @@ class Threads(ABC):
     @abstractmethod
     def repeat(self, count: Any, body: Callable[[Any, Any], None]) -> None:  # noqa: ANN401 - a word
         """Calls `body(turn, where)` for each turn below `count`, a word; `where` is a condition for its stores."""
+
+    @abstractmethod
+    def fold(
+        self, count: int, start: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]
+    ) -> list[Any]:
+        """Returns the words `body(turn, words)` after `count` turns, each of which takes those of the turn before."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -345,14 +393,18 @@ class _Emitted(Threads):
         words = llvm.load(ir.VectorType.get((WORDS,), i32()), _address(ref, place))
         return [Word(vector.extract(words, [], [part])) for part in range(WORDS)]
 
+    def store_words(
+        self, ref: Value, place: Word, words: Sequence[Word], *, where: Word | None = None
+    ) -> None:
+        kind = ir.VectorType.get((WORDS,), i32())
+        whole = vector.from_elements(kind, [word.value for word in words])
+        _store(whole, _address(ref, place), where)
+
     def load_number(self, ref: Value, place: Word) -> Word:
-        element = ir.MemRefType(ref.type).element_type
-        bits = ir.IntegerType.get_signless(utils.bitwidth(element))
-        address = utils.getelementptr(utils.memref_ptr(ref), [place.value], bits)
-        value = llvm.load(bits, address)
-        if utils.bitwidth(element) < 32:
-            value = arith.extui(i32(), value)
-        return Word(llvm.inline_asm(i32(), [value], AS_NUMBER[str(element)], "=r,r"))
+        return _loaded(ref, place, 1)[0]
+
+    def load_two_numbers(self, ref: Value, place: Word) -> list[Word]:
+        return _loaded(ref, place, 2)
 
     def store_number(
         self, ref: Value, place: Word, number: Word, *, where: Word | None = None
@@ -368,10 +420,7 @@ class _Emitted(Threads):
     def numbers(self, word: Word, kind: str) -> list[Word]:
         count = 32 // BITS[kind]
         moves = "".join(f"mov.b32 ${at}, n{at}; " for at in range(count))
-        text = f"{{ {unpacked(f'${count}', kind)} {moves} }}"
-        pieces = llvm.StructType.get_literal([i32()] * count)
-        found = llvm.inline_asm(pieces, [word.value], text, ",".join(["=r"] * count + ["r"]))
-        return [Word(llvm.extractvalue(i32(), found, [at])) for at in range(count)]
+        return _of_word([word.value], f"{{ {unpacked(f'${count}', kind)} {moves} }}", count)
 
     def dot(self, total: Word, word: Word, others: Sequence[Word], kind: str) -> Word:
         adds = [f"fma.rn.f32 sum, n{at}, ${at + 3}, sum;" for at in range(32 // BITS[kind])]
@@ -379,6 +428,23 @@ class _Emitted(Threads):
         operands = [total.value, word.value, *(other.value for other in others)]
         constraints = ",".join(["=r"] + ["r"] * len(operands))
         return Word(llvm.inline_asm(i32(), operands, text + "mov.b32 $0, sum; }", constraints))
+
+    def pairs(self, word: Word, kind: str, dtype: str, zero: Word | None = None) -> list[Word]:
+        given = [word.value]
+        if kind == "int4":
+            text = zero_conversion(dtype)
+            base = self.constant(8.0) if zero is None else zero
+            given.append(llvm.inline_asm(i32(), [base.value], text, "=r,r"))
+        return _of_word(given, word_conversion(kind, dtype), pairs_of_word(kind))
+
+    def tile_product(
+        self, sums: Sequence[Word], left: Sequence[Word], right: Sequence[Word], dtype: str
+    ) -> list[Word]:
+        f32 = ir.F32Type.get()
+        given = [word.value for word in (*left, *right)]
+        added = [arith.bitcast(f32, word.value) for word in sums]
+        found = multiply_tile(given, added, dtype)
+        return [Word(arith.bitcast(i32(), number)) for number in found]
 
     def multiply_add(self, one: Word, other: Word, total: Word) -> Word:
         operands = [one.value, other.value, total.value]
@@ -396,8 +462,8 @@ class _Emitted(Threads):
     def larger(self, one: Word, other: Word) -> Word:
         return _of_two("max.NaN.f32 $0, $1, $2;", one, other)
 
-    def total_of_warp(self, number: Word) -> Word:
-        for distance in (16, 8, 4, 2, 1):
+    def total_of_lanes(self, number: Word, count: int) -> Word:
+        for distance in _halves_of(count):
             number = _assembled(_ADD_OTHER.format(distance=distance, lanes=_ALL_LANES), number)
         return number
 
@@ -429,10 +495,36 @@ class _Emitted(Threads):
             body(turn, turn < count)
             scf.yield_([])
 
+    def fold(
+        self, count: int, start: Sequence[Word], body: Callable[[Word, list[Word]], list[Word]]
+    ) -> list[Word]:
+        loop = scf.ForOp(constant(0), constant(count), constant(1), [word.value for word in start])
+        with ir.InsertionPoint(loop.body):
+            found = body(Word(loop.induction_variable), [Word(arg) for arg in loop.inner_iter_args])
+            scf.yield_([word.value for word in found])
+        return [Word(result) for result in loop.results]
+
     def sync(self) -> None:
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"), [], "bar.sync 0;", "~{memory}", has_side_effects=True
         )
+
+
+def _loaded(ref: Value, place: Word, count: int) -> list[Word]:
+    """Returns adjacent elements as numbers; their place is a multiple of their count."""
+    element = ir.MemRefType(ref.type).element_type
+    width = utils.bitwidth(element)
+    bits, whole = (ir.IntegerType.get_signless(size) for size in (width, count * width))
+    value = llvm.load(whole, utils.getelementptr(utils.memref_ptr(ref), [place.value], bits))
+    found = []
+    for at in range(count):
+        part = arith.shrui(value, utils.c(at * width, whole)) if at else value
+        if count > 1:
+            part = arith.trunci(bits, part)
+        if width < 32:
+            part = arith.extui(i32(), part)
+        found.append(Word(llvm.inline_asm(i32(), [part], AS_NUMBER[str(element)], "=r,r")))
+    return found
 
 
 def _store(value: Value, address: Value, where: Word | None) -> None:
@@ -443,6 +535,19 @@ def _store(value: Value, address: Value, where: Word | None) -> None:
     with ir.InsertionPoint(branch.then_block):
         llvm.store(value, address)
         scf.yield_([])
+
+
+def _of_word(given: list[Value], text: str, count: int) -> list[Word]:
+    """Returns the `count` words that PTX makes of its operands."""
+    pieces = llvm.StructType.get_literal([i32()] * count)
+    kinds = ",".join(["=r"] * count + ["r"] * len(given))
+    found = llvm.inline_asm(pieces, given, text, kinds)
+    return [Word(llvm.extractvalue(i32(), found, [at])) for at in range(count)]
+
+
+def _halves_of(count: int) -> list[int]:
+    """Returns count / 2, count / 4, ..., 1 for a power of two."""
+    return [count >> step for step in range(1, count.bit_length())]
 
 
 def _of_two(text: str, one: Word, other: Word) -> Word:
@@ -483,8 +588,17 @@ class _Interpreted(Threads):
         words = as_words(ref[...])
         return [words[place + part] for part in range(WORDS)]
 
+    def store_words(
+        self, ref: Ref, place: Array, words: Sequence[Array], *, where: Array | None = None
+    ) -> None:
+        for part, word in enumerate(words):
+            self.store(ref, place + part, word, where=where)
+
     def load_number(self, ref: Ref, place: Array) -> Array:
         return _bits(ref[...][place].astype(jnp.float32))
+
+    def load_two_numbers(self, ref: Ref, place: Array) -> list[Array]:
+        return [self.load_number(ref, place + at) for at in (0, 1)]
 
     def store_number(
         self, ref: Ref, place: Array, number: Array, *, where: Array | None = None
@@ -498,6 +612,15 @@ class _Interpreted(Threads):
         for number, other in zip(self.numbers(word, kind), others, strict=True):
             total = self.multiply_add(number, other, total)
         return total
+
+    def pairs(self, word: Array, kind: str, dtype: str, zero: Array | None = None) -> list[Array]:
+        return pairs_of(word, kind, dtype, None if zero is None else _float(zero))
+
+    def tile_product(
+        self, sums: Sequence[Array], left: Sequence[Array], right: Sequence[Array], dtype: str
+    ) -> list[Array]:
+        found = tile_product(list(left), list(right), dtype)
+        return [_bits(_float(total) + number) for total, number in zip(sums, found, strict=True)]
 
     def multiply_add(self, one: Array, other: Array, total: Array) -> Array:
         return _bits(_float(one) * _float(other) + _float(total))
@@ -514,9 +637,9 @@ class _Interpreted(Threads):
     def larger(self, one: Array, other: Array) -> Array:
         return _bits(jnp.maximum(_float(one), _float(other)))
 
-    def total_of_warp(self, number: Array) -> Array:
-        totals = jnp.sum(_float(number).reshape(WARPS, LANES), axis=1)
-        return _bits(jnp.repeat(totals, LANES))
+    def total_of_lanes(self, number: Array, count: int) -> Array:
+        totals = jnp.sum(_float(number).reshape(-1, count), axis=1)
+        return _bits(jnp.repeat(totals, count))
 
     def set_bits(self, ref: Ref, place: Array, bits: Array) -> None:
         def set_one(thread: Array, carry: None) -> None:
@@ -541,6 +664,14 @@ class _Interpreted(Threads):
             return carry
 
         lax.fori_loop(jnp.int32(0), jnp.max(count), run, None)
+
+    def fold(
+        self, count: int, start: Sequence[Array], body: Callable[[Array, list[Array]], list[Array]]
+    ) -> list[Array]:
+        words = list(start)
+        for turn in range(count):
+            words = body(jnp.full(THREADS, turn, jnp.int32), words)
+        return words
 
     def sync(self) -> None:
         pass

@@ -120,7 +120,7 @@ def _take_largest(
         largest = threads.product(threads.load(scores, begin + best), threads.constant(-1.0))
         below = threads.multiply_add(number, threads.constant(1.0), largest)
         power = threads.power_of_two(threads.product(below, threads.constant(LOG2_E)))
-        total = threads.total_of_warp(threads.select(threads.lane < count, power, 0))
+        total = threads.total_of_lanes(threads.select(threads.lane < count, power, 0), LANES)
         number = threads.quotient(power, total)
     threads.store(values, place, number, where=is_wanted)
     threads.store(positions, place, taken, where=is_wanted)

@@ -13,12 +13,13 @@ import pytest
 from pallas_kernels import gathered_matmul
 from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.formats.few_bits import CODES, FewBits
-from pallas_kernels.gathered_matmul import mosaic_gpu
+from pallas_kernels.gathered_matmul import geometry as sizes
+from pallas_kernels.gathered_matmul import mosaic_four_bits, mosaic_gpu
 from pallas_kernels.gathered_matmul.cases import CASES
 from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
 from tests.pallas_kernels.contract import cases, implementations
 from tests.pallas_kernels.few_bits import KINDS, drawn, exact
-from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads
+from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads, Race, without_barrier
 
 # (rows, choices, groups, columns of the result, axis of the groups)
 SHAPES = ((2, 3, 5, 37, 0), (4, 1, 3, 8, 1))
@@ -95,23 +96,24 @@ def test_columns_in_an_order_of_their_own_meet_those_of_x(implementation, orders
     assert_near(gathered_matmul(weight, x, chosen, implementation=implementation), wanted, 0.01)
 
 
-def in_numpy(weight, x, chosen, axis, bias=None, epilogue=SUMS, weights=None):
+def in_numpy(weight, x, chosen, axis, bias=None, epilogue=SUMS, weights=None, threads=NumpyThreads):
     """Runs the kernel's code for each of its blocks."""
-    geometry = mosaic_gpu.Geometry.of(weight, x, chosen, group_axis=axis)
+    geometry = sizes.Geometry.of(weight, x, chosen, group_axis=axis)
     assert geometry.refusal() is None
     has = {"bias": None if bias is None else bias.dtype, "summed": weights is not None}
     geometry = replace(geometry, **has, epilogue=epilogue)
     shape = (*chosen.shape[: 1 if geometry.summed else 2], geometry.results)
     out = np.full(np.prod(shape), np.nan, epilogue.result)
     parts = [np.asarray(part).reshape(-1) for part in jax.tree.leaves((weights, bias, weight))]
-    code = mosaic_gpu._multiply_and_add if geometry.summed else mosaic_gpu._multiply
-    for block in range(-(-geometry.tasks // 4)):
-        code(
-            NumpyThreads(),
+    scratch = mosaic_four_bits.scratch(geometry) if geometry.is_tiled else ()
+    for block in range(geometry.blocks):
+        mosaic_gpu.code_for(geometry)(
+            threads(),
             x.reshape(-1),
             chosen.reshape(-1),
             *parts,
             out,
+            *(np.full(size, np.nan, np.float32) for size in scratch),
             np.full(128, block, np.int32),
             geometry=geometry,
         )
@@ -216,7 +218,8 @@ def test_sums_end_with_bias_and_activation(implementation, name):
 )
 def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each, monkeypatch):
     """Columns that warps share evenly, or do not, and more choices than a warp reads at once."""
-    inner = 64 if kind is None else 256
+    inner = {None: 64, "e4m3 by row": 256}.get(kind, 1280)
+    monkeypatch.setattr(mosaic_four_bits, "_AT_ONCE_OF_SUMS", 2)
     for count, out, axis, has_bias, result in (
         (5, 8, 1, False, jnp.bfloat16),
         (11, 5, 0, True, jnp.float32),
@@ -224,7 +227,7 @@ def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each,
     ):
         if count == 11:
             # As if there were warps for all multiprocessors: several columns for each.
-            monkeypatch.setattr(mosaic_gpu, "_ENOUGH_WARPS", 0)
+            monkeypatch.setattr(sizes, "_ENOUGH_WARPS", 0)
         weight, x, chosen = made(kind, inner, (3, count, 4, out, axis))
         draw = np.random.default_rng(7)
         weights = draw.normal(size=chosen.shape).astype(np.float32)
@@ -276,6 +279,14 @@ def test_interpreted_the_kernel_does_the_same_without_a_race(kind, races):
     added = mosaic_gpu.gathered_matmul(*arrays, None, weights, interpret=True)
     assert_near(added, by_hand(weight, x, chosen, 0, np.asarray(weights)), 1e-5)
     assert not races()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_barrier_of_a_tile_is_needed(number):
+    weight, x, chosen = made("mxfp4", 640, (1, 1, 2, 5, 0))
+    in_numpy(weight, x, chosen, 0, threads=without_barrier(2))
+    with pytest.raises(Race):
+        in_numpy(weight, x, chosen, 0, threads=without_barrier(number))
 
 
 def test_matrices_that_nobody_chooses_and_other_rows_do_not_matter():
@@ -341,6 +352,31 @@ def test_on_a_gpu_rows_of_many_lengths_have_the_bits_that_they_have_alone(kind, 
         np.testing.assert_array_equal(run(weight, x[-1:], chosen[-1:]), got[-1:])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_sums_of_choices_have_the_bits_that_they_have_alone(kind):
+    for inner, shape in (
+        (2880, (3, 4, 8, 202, 0)),
+        (7168, (2, 3, 5, 40, 1)),
+        (512, (9, 10, 40, 2048, 1)),
+    ):
+        if inner % (KINDS[kind][1] or 32):
+            continue
+        weight, _, chosen = made(kind, inner, shape)
+        draw = np.random.default_rng(5)
+        x = draw.normal(size=(chosen.size, inner)).astype(ml_dtypes.bfloat16)
+        weights = draw.normal(size=chosen.shape).astype(np.float32)
+        run = jax.jit(
+            lambda weight, x, chosen, weights, axis=shape[-1]: gathered_matmul(
+                weight, x, chosen, weights=weights, group_axis=axis, implementation="mosaic_gpu"
+            )
+        )
+        got = run(weight, x, chosen, weights)
+        assert_near(got, by_hand(weight, x, chosen, shape[-1], weights), 1e-5)
+        alone = run(weight, x[-shape[1] :], chosen[-1:], weights[-1:])
+        np.testing.assert_array_equal(alone[0], got[-1])
+
+
 def test_wrong_arguments_are_told(as_in_production):
     weight, x, chosen = made(None, 64, SHAPES[0])
     with pytest.raises(ValueError, match="group_axis must be 0 or 1"):
@@ -393,10 +429,14 @@ def test_sizes_that_the_kernel_does_not_take_are_a_fallback(monkeypatch):
         ({"scale": jnp.float64}, "scales must be"),
         ({"groups": 2**15, "out": 2**15}, "at most 2147483647 words"),
         ({"rows": 0}, "there must be rows"),
+        (
+            {"kind": "int4", "inner": 2**15, "count": 4, "each": True},
+            "at most 98304 numbers of x, got 131072",
+        ),
     ],
 )
 def test_what_the_kernel_does_not_take_has_a_reason(change, reason):
-    geometry = mosaic_gpu.Geometry(
+    geometry = sizes.Geometry(
         2, 3, 4, 8, 256, 0, jnp.bfloat16, "float8_e4m3fn", scales=2, scale=jnp.float32
     )
     assert geometry.refusal() is None

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic.packed_numbers import numbers_of
+from pallas_kernels.mosaic.packed_numbers import numbers_of, pairs_of, tile_product
 from pallas_kernels.mosaic.per_thread import LANES, THREADS, WORDS, Threads
 from pallas_kernels.mosaic.warps import WARPS
 
 _NONE, _SEVERAL = -1, -2
 _numbers_of = jax.jit(numbers_of, static_argnums=1)
+_pairs_of = jax.jit(pairs_of, static_argnums=(1, 2))
+_tile_product = jax.jit(tile_product, static_argnums=2)
 
 
 class Race(AssertionError):
@@ -53,8 +55,8 @@ class _Uses:
 class NumpyThreads(Threads):
     """References are arrays of one axis, with 32 bits an element unless they are only read.
 
-    A place that is not there is an error, and so is a race between threads. What `load_words` and `load_number` read is
-    taken for read by all and written by none.
+    A place that is not there is an error, and so is a race between threads. What `load_number` reads, and `load_words`
+    before anybody stores there, is taken for read by all and written by none.
     """
 
     refuses_races = True
@@ -90,12 +92,25 @@ class NumpyThreads(Threads):
     def load_words(self, ref, place):
         assert (place % WORDS == 0).all(), "words that do not begin where four do"
         words = ref.view(np.int32)
+        if id(ref) in self._uses:
+            for part in range(WORDS):
+                self._note(ref, "readers", place + part, self.number)
         assert ((place >= 0) & (place + WORDS <= words.size)).all(), "a place that is not there"
         return [words[place + part] for part in range(WORDS)]
+
+    def store_words(self, ref, place, words, *, where=None):
+        wanted = np.broadcast_to(True if where is None else where, THREADS)
+        assert (place[wanted] % WORDS == 0).all(), "words that do not begin where four do"
+        for part, word in enumerate(words):
+            self.store(ref, place + part, word, where=where)
 
     def load_number(self, ref, place):
         assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
         return ref[place].astype(np.float32).view(np.int32)
+
+    def load_two_numbers(self, ref, place):
+        assert (place % 2 == 0).all(), "two numbers that begin at an odd place"
+        return [self.load_number(ref, place + at) for at in (0, 1)]
 
     def store_number(self, ref, place, number, *, where=None):
         wanted = np.broadcast_to(True if where is None else where, THREADS)
@@ -111,6 +126,17 @@ class NumpyThreads(Threads):
         for number, other in zip(self.numbers(word, kind), others, strict=True):
             total = self.multiply_add(number, other, total)
         return total
+
+    def pairs(self, word, kind, dtype, zero=None):
+        zero = None if zero is None else zero.view(np.float32)
+        return [np.asarray(pair) for pair in _pairs_of(word, kind, dtype, zero)]
+
+    def tile_product(self, sums, left, right, dtype):
+        found = _tile_product(list(left), list(right), dtype)
+        return [
+            (total.view(np.float32) + np.asarray(number)).view(np.int32)
+            for total, number in zip(sums, found, strict=True)
+        ]
 
     def multiply_add(self, one, other, total):
         one, other, total = (word.view(np.float32) for word in (one, other, total))
@@ -129,9 +155,9 @@ class NumpyThreads(Threads):
     def larger(self, one, other):
         return np.maximum(one.view(np.float32), other.view(np.float32)).view(np.int32)
 
-    def total_of_warp(self, number):
-        totals = number.view(np.float32).reshape(WARPS, LANES).sum(axis=1)
-        return np.repeat(totals, LANES).view(np.int32)
+    def total_of_lanes(self, number, count):
+        totals = number.view(np.float32).reshape(-1, count).sum(axis=1)
+        return np.repeat(totals, count).view(np.int32)
 
     def set_bits(self, ref, place, bits):
         self._note(ref, "setters", place, self.number)
@@ -149,6 +175,12 @@ class NumpyThreads(Threads):
     def repeat(self, count, body):
         for turn in range(max(count)):
             body(np.full(THREADS, turn, np.int32), turn < count)
+
+    def fold(self, count, start, body):
+        words = list(start)
+        for turn in range(count):
+            words = body(np.full(THREADS, turn, np.int32), words)
+        return words
 
     def sync(self):
         for uses in self._uses.values():

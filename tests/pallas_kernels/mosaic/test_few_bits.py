@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic.few_bits import NARROW_SCALING, conversion
-from pallas_kernels.mosaic.few_bits_by_warp import (
+from pallas_kernels.mosaic.packed_numbers import (
     pairs_of_word,
     power_conversion,
     word_conversion,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic import few_bits_by_warp
+from pallas_kernels.mosaic import few_bits_by_warp, packed_numbers
 from pallas_kernels.mosaic.few_bits_turn import Packing
 from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.mosaic.test_few_bits import DTYPES, bytes_of, run_words
@@ -111,6 +111,8 @@ def simulated(monkeypatch, dtype):
         "_multiply_add": lambda number, factor, other: number * factor + other,
     }.items():
         monkeypatch.setattr(few_bits_by_warp, name, fake)
+        if name in ("llvm", "ir"):
+            monkeypatch.setattr(packed_numbers, name, fake)
 
 
 def words_of(array, tile):
