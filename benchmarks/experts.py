@@ -63,6 +63,7 @@ LAYERS = {
     "qwen3-next-fp8": Layer(2048, _gated(512, 10, 512), "fp8 by row"),
     "qwen3-30b-a3b": Layer(2048, _gated(128, 8, 768)),
     "qwen3-30b-a3b-fp8": Layer(2048, _gated(128, 8, 768), "fp8 by 128"),
+    "qwen3-30b-a3b-int4": Layer(2048, _gated(128, 8, 768), "int4 by 128"),
     "deepseek-v3": Layer(7168, _gated(256, 8, 2048, scoring="sigmoid", groups=8, top_groups=4)),
     "tiny": Layer(64, _gated(8, 2, 64)),
     "tiny-mxfp4": Layer(64, _gated(8, 2, 64), "mxfp4"),

@@ -24,13 +24,15 @@ from pallas_kernels.mosaic.warps import WARPS
 
 # Lanes that share a row of a tile, and the words of x that meet a piece.
 _MEMBERS, _WORDS_OF_X = 4, 16
+# Words between x and the zeros behind it in shared memory, which are then in other banks than what is read beside them.
+_GAP = 8
 # Turns whose loads come before their products. A block that adds up choices keeps more of x, so fewer blocks hide them.
 _AT_ONCE, _AT_ONCE_OF_SUMS = 2, 6
 
 
 def scratch(g: Geometry) -> tuple[int, int]:
     """Returns the sizes of a block's arrays in shared memory: x, with zeros behind it, and the sums of the warps."""
-    return g.kept + _WORDS_OF_X, WARPS * 2 * HALF
+    return g.kept + _GAP + _WORDS_OF_X, WARPS * 2 * HALF
 
 
 def multiply(
@@ -207,7 +209,7 @@ class _Product:
         if not tile.has_both:
             is_own = is_own & (half == 0)
         row = threads.select(half == 0, *tile.rows_of_x)
-        place = threads.select(is_own, row * (g.inner // 2) + piece * _WORDS_OF_X, g.kept)
+        place = threads.select(is_own, row * (g.inner // 2) + piece * _WORDS_OF_X, g.kept + _GAP)
         return [threads.load_words(self._kept, place + at) for at in range(0, _WORDS_OF_X, WORDS)]
 
     def _scaled(
@@ -290,7 +292,7 @@ def _keep(threads: Threads, x: Ref, kept: Ref, first: Any, g: Geometry) -> None:
         ]
         threads.store_words(kept, unit * WORDS, pairs, where=unit < units)
     zeros = [threads.lane * 0] * WORDS
-    place = threads.number * WORDS + g.kept
+    place = threads.number * WORDS + (g.kept + _GAP)
     threads.store_words(kept, place, zeros, where=threads.number < _WORDS_OF_X // WORDS)
     threads.sync()
 

@@ -14,6 +14,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.grouped_matmul import mosaic_four_bits
 from pallas_kernels.grouped_matmul.mosaic_kernel import Kernel
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import table
@@ -61,6 +62,11 @@ def grouped_matmul(
     """
     geometry = Geometry.of(weight, x, group_axis=group_axis, result=result)
     check_kernel(geometry.refusal())
+    plan = mosaic_four_bits.Plan.of(geometry) if schedule is None else None
+    if plan is not None:
+        return mosaic_four_bits.grouped_matmul(
+            weight, x, group_sizes, geometry=geometry, plan=plan, interpret=interpret
+        )
     schedule = schedule or Schedule.by_rule(geometry)
     check_kernel(schedule.refusal(geometry))
     options = {"geometry": geometry, "schedule": schedule, "interpret": interpret}

@@ -47,6 +47,14 @@ _AS_PAIRS = {
         prmt.b32 p0, turned, 0x64646464, 0x4140; sub.rn.f16x2 p0, p0, base;
         prmt.b32 p1, turned, 0x64646464, 0x4342; sub.rn.f16x2 p1, p1, base;""",
 }
+E2M1_RATE = 2.0**-32
+"""What the numbers of `Threads.scaled_pairs` are multiplied by, so that one product corrects exponent and scale."""
+# The exponent of bfloat16 that belongs to e8m0's 0: that of 2**(126 - 32 - 127).
+_EXPONENT = 126 - 32
+E2M1_FACTOR = f"""{{ .reg .pred is_number; .reg .b32 t;
+    add.u32 t, $1, {_EXPONENT}; setp.lt.u32 is_number, t, 255; mul.lo.u32 t, t, 0x00800080;
+    selp.b32 $0, t, 0x7fff7fff, is_number; }}"""
+"""PTX that makes of an e8m0 code, $1, what corrects the exponent of e2m1 codes as bfloat16, times the scale."""
 # Operands: $0 to $3 the sums, $4 to $7 the left one, $8 and $9 the right one, and what is added.
 _MULTIPLY = """{{
     mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
@@ -68,7 +76,7 @@ def unpacked(word: str, kind: str) -> str:
     return text
 
 
-def word_conversion(code: str, dtype: DTypeLike) -> str:
+def word_conversion(code: str, dtype: DTypeLike, *, takes_factor: bool = False) -> str:
     """Returns the PTX that turns a word of codes, the input operand, into registers of two 16-bit numbers.
 
     Output i has the codes i and i + half of those in the word. The inputs follow the outputs; that of int4 has a second
@@ -77,6 +85,8 @@ def word_conversion(code: str, dtype: DTypeLike) -> str:
     Args:
         code: name in `CODES`.
         dtype: bfloat16 or float16.
+        takes_factor: whether the factor that corrects the exponent of floating-point codes, in both halves, is a second
+            input.
     """
     kind = KINDS[jnp.dtype(dtype).name]
     bits = CODES[code].bits
@@ -88,7 +98,7 @@ def word_conversion(code: str, dtype: DTypeLike) -> str:
     # Whether a code of 4 bits times 2**shift + 2**12 is its bits twice, those of the magnitude and of the sign.
     is_doubled = code == "float4_e2m1fn" and shift + bits <= 12
     if CODES[code].is_float:
-        lines.append(f"mov.b32 f, {factor:#x};")
+        lines.append(f"mov.b32 f, {base if takes_factor else hex(factor)};")
     if code == "float8_e4m3fn":
         lines.append(f"and.b32 w, {word}, 0x80808080;")
     if is_doubled:
@@ -188,11 +198,24 @@ def pairs_of(words: Array, kind: str, dtype: str, zero: Array | None) -> list[Ar
     numbers = numbers_of(words, kind)
     if zero is not None:
         numbers = [number + (8 - zero) for number in numbers]
+    return _in_pairs(numbers, dtype)
+
+
+def _in_pairs(numbers: list[Array], dtype: DTypeLike) -> list[Array]:
     half = len(numbers) // 2
     return [
         lax.bitcast_convert_type(jnp.stack(pair, axis=-1).astype(dtype), jnp.int32)
         for pair in zip(numbers[:half], numbers[half:], strict=True)
     ]
+
+
+def scaled_pairs_of(words: Array, exponents: Array) -> list[Array]:
+    """Returns pairs of bfloat16 numbers of words of e2m1 codes and of e8m0 codes; see `Threads.scaled_pairs`."""
+    is_number = exponents + _EXPONENT < 255
+    scales = jnp.ldexp(jnp.float32(E2M1_RATE), jnp.where(is_number, exponents - 127, 0))
+    scales = jnp.where(is_number, scales, jnp.nan)
+    numbers = [number * scales for number in numbers_of(words, "float4_e2m1fn")]
+    return _in_pairs(numbers, jnp.bfloat16)
 
 
 def tile_product(left: Sequence[Array], right: Sequence[Array], dtype: str) -> list[Array]:

@@ -1,7 +1,7 @@
 """Code of single threads, for small work whose threads need one another's numbers; it is emitted or interpreted.
 
 The code is a function of a `Threads`, of references with one axis, and of words. A *word* is 32 bits of each thread of
-a warpgroup: a `Word` where the code is emitted, an int32 array [128] where it is interpreted. Both have Python's
+a block: a `Word` where the code is emitted, an int32 array [128] where it is interpreted. Both have Python's
 operators, in two's complement; `//` and `%` take words that are not negative. A *number* is a word with the bits of a
 float32, which the methods of `Threads` compute with. Tests run the code in NumPy, where `+=` would change an array that
 other names have too, so the code says `x = x + y`. Between two calls of `sync` no thread may read what another one
@@ -35,12 +35,14 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.packed_numbers import (
     AS_NUMBER,
     BITS,
+    E2M1_FACTOR,
     OF_NUMBER,
     as_words,
     multiply_tile,
     numbers_of,
     pairs_of,
     pairs_of_word,
+    scaled_pairs_of,
     tile_product,
     unpacked,
     word_conversion,
@@ -51,7 +53,7 @@ from pallas_kernels.mosaic.warps import WARPS
 
 LANES = 32
 THREADS = WARPS * LANES
-"""Threads that run the code: one warpgroup, which is the whole block."""
+"""Threads of a warpgroup. A block has one, unless its launch says otherwise; interpreted code runs on one."""
 
 WORDS = 4
 """Words that a thread loads at once, 16 bytes."""
@@ -81,9 +83,10 @@ def thread_kernel(
     name: str,
     blocks: int,
     scratch: Sequence[int] = (),
+    warpgroups: int = 1,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """Returns the launch of a kernel whose blocks have one warpgroup and are those of the axis "block".
+    """Returns the launch of a kernel whose blocks are those of the axis "block".
 
     Args:
         body: the kernel's body, such as `partial(run_block, code)`.
@@ -91,6 +94,7 @@ def thread_kernel(
         name: the kernel's name.
         blocks: number of blocks.
         scratch: sizes of arrays of int32 in shared memory, which follow the results among the body's references.
+        warpgroups: of a block; the interpreter runs one.
         interpret: whether the interpreter runs the kernel.
     """
     return mosaic_kernel(
@@ -99,7 +103,7 @@ def thread_kernel(
         scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in scratch],
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=1,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         compiler_params=LANE_PARAMS,
         interpret=interpret,
@@ -123,7 +127,7 @@ def run_block(code: Callable[..., None], *refs: Ref, takes_block: bool, interpre
 def run_threads(
     code: Callable[..., None], refs: Sequence[Ref], *scalars: Array, interpret: bool
 ) -> None:
-    """Runs `code(threads, *refs, *scalars)` on the threads of a block, which has one warpgroup.
+    """Runs `code(threads, *refs, *scalars)` on the threads of a block.
 
     Args:
         code: the code of a thread.
@@ -183,6 +187,10 @@ class Threads(ABC):
         """Stores `WORDS` adjacent words as `store` does, from a multiple of `WORDS` words on."""
 
     @abstractmethod
+    def load_byte(self, ref: Ref, place: Any) -> Any:  # noqa: ANN401 - a word
+        """Returns the element at a place, a uint8."""
+
+    @abstractmethod
     def load_number(self, ref: Ref, place: Any) -> Any:  # noqa: ANN401 - a word
         """Returns as a number the element at a place: a float of 32 or 16 bits, an e8m0 or a uint8."""
 
@@ -211,6 +219,16 @@ class Threads(ABC):
             kind: a kind in `BITS` of at most 8 bits.
             dtype: dtype of the numbers, bfloat16 or float16.
             zero: a number, the zero point of int4 codes; `None` for 8.
+        """
+
+    @abstractmethod
+    def scaled_pairs(self, word: Any, exponent: Any) -> list[Any]:  # noqa: ANN401 - words
+        """Returns the numbers of a word of e2m1 codes times a scale as `pairs` does, in bfloat16.
+
+        Args:
+            word: the codes.
+            exponent: the scale's e8m0 code, whose number is multiplied by `E2M1_RATE`. The numbers are exact for scales
+                of 2**-93 to 2**33, and NaN for larger ones.
         """
 
     @abstractmethod
@@ -400,6 +418,11 @@ class _Emitted(Threads):
         whole = vector.from_elements(kind, [word.value for word in words])
         _store(whole, _address(ref, place), where)
 
+    def load_byte(self, ref: Value, place: Word) -> Word:
+        octet = ir.IntegerType.get_signless(8)
+        address = utils.getelementptr(utils.memref_ptr(ref), [place.value], octet)
+        return Word(arith.extui(i32(), llvm.load(octet, address)))
+
     def load_number(self, ref: Value, place: Word) -> Word:
         return _loaded(ref, place, 1)[0]
 
@@ -436,6 +459,11 @@ class _Emitted(Threads):
             base = self.constant(8.0) if zero is None else zero
             given.append(llvm.inline_asm(i32(), [base.value], text, "=r,r"))
         return _of_word(given, word_conversion(kind, dtype), pairs_of_word(kind))
+
+    def scaled_pairs(self, word: Word, exponent: Word) -> list[Word]:
+        factor = llvm.inline_asm(i32(), [exponent.value], E2M1_FACTOR, "=r,r")
+        text = word_conversion("float4_e2m1fn", "bfloat16", takes_factor=True)
+        return _of_word([word.value, factor], text, pairs_of_word("float4_e2m1fn"))
 
     def tile_product(
         self, sums: Sequence[Word], left: Sequence[Word], right: Sequence[Word], dtype: str
@@ -594,6 +622,9 @@ class _Interpreted(Threads):
         for part, word in enumerate(words):
             self.store(ref, place + part, word, where=where)
 
+    def load_byte(self, ref: Ref, place: Array) -> Array:
+        return ref[...][place].astype(jnp.int32)
+
     def load_number(self, ref: Ref, place: Array) -> Array:
         return _bits(ref[...][place].astype(jnp.float32))
 
@@ -615,6 +646,9 @@ class _Interpreted(Threads):
 
     def pairs(self, word: Array, kind: str, dtype: str, zero: Array | None = None) -> list[Array]:
         return pairs_of(word, kind, dtype, None if zero is None else _float(zero))
+
+    def scaled_pairs(self, word: Array, exponent: Array) -> list[Array]:
+        return scaled_pairs_of(word, exponent)
 
     def tile_product(
         self, sums: Sequence[Array], left: Sequence[Array], right: Sequence[Array], dtype: str

@@ -6,13 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mosaic.packed_numbers import numbers_of, pairs_of, tile_product
+from pallas_kernels.mosaic.packed_numbers import (
+    numbers_of,
+    pairs_of,
+    scaled_pairs_of,
+    tile_product,
+)
 from pallas_kernels.mosaic.per_thread import LANES, THREADS, WORDS, Threads
 from pallas_kernels.mosaic.warps import WARPS
 
 _NONE, _SEVERAL = -1, -2
 _numbers_of = jax.jit(numbers_of, static_argnums=1)
 _pairs_of = jax.jit(pairs_of, static_argnums=(1, 2))
+_scaled_pairs_of = jax.jit(scaled_pairs_of)
 _tile_product = jax.jit(tile_product, static_argnums=2)
 
 
@@ -55,8 +61,8 @@ class _Uses:
 class NumpyThreads(Threads):
     """References are arrays of one axis, with 32 bits an element unless they are only read.
 
-    A place that is not there is an error, and so is a race between threads. What `load_number` reads, and `load_words`
-    before anybody stores there, is taken for read by all and written by none.
+    A place that is not there is an error, and so is a race between threads. What `load_number` and `load_byte` read,
+    and `load_words` before anybody stores there, is taken for read by all and written by none.
     """
 
     refuses_races = True
@@ -104,6 +110,10 @@ class NumpyThreads(Threads):
         for part, word in enumerate(words):
             self.store(ref, place + part, word, where=where)
 
+    def load_byte(self, ref, place):
+        assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
+        return ref[place].astype(np.int32)
+
     def load_number(self, ref, place):
         assert ((place >= 0) & (place < ref.size)).all(), "a place that is not there"
         return ref[place].astype(np.float32).view(np.int32)
@@ -130,6 +140,9 @@ class NumpyThreads(Threads):
     def pairs(self, word, kind, dtype, zero=None):
         zero = None if zero is None else zero.view(np.float32)
         return [np.asarray(pair) for pair in _pairs_of(word, kind, dtype, zero)]
+
+    def scaled_pairs(self, word, exponent):
+        return [np.asarray(pair) for pair in _scaled_pairs_of(word, exponent)]
 
     def tile_product(self, sums, left, right, dtype):
         found = _tile_product(list(left), list(right), dtype)
