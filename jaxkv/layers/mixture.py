@@ -16,15 +16,15 @@ from pallas_kernels import gathered_matmul, group_rows, grouped_matmul, row_topk
 from pallas_kernels.activations import activate, clamped_gate, gate
 from pallas_kernels.dispatch import note_fallback
 from pallas_kernels.fixed_order import by_row_tiles, is_fixed
-from pallas_kernels.formats.few_bits import FewBits
+from pallas_kernels.formats.few_bits import CODES, FewBits
 from pallas_kernels.gathered_matmul.api import why_not_kernel as why_not_gathered
 from pallas_kernels.grouped_matmul.api import why_not_kernel as why_not_grouped
 
 _KERNEL = "mosaic_gpu"
 _SORTING_BYTES = 36 * 10**6
 """Bytes that a GPU reads in the 8 us by which sorting rows by expert takes longer (gathered_matmul/NOTES.md)."""
-_WIDENING = 0.25
-"""Least part by which products of sorted rows with experts in few bits take longer than reading these (likewise)."""
+_WIDENING = {8: 0.25, 4: 0.4}
+"""Bits -> part by which products of sorted rows with such experts take longer than reading these (likewise)."""
 _MOST_SORTED = 2**28
 """Most elements of hidden states, repeated per selected expert, in one block: 512 MiB of bfloat16."""
 
@@ -139,7 +139,7 @@ def _reads_apart_are_few(tokens: int, mixture: MixtureConfig, experts: Any) -> b
     # As many as tokens that choose at random ask for; one token asks for no expert twice.
     asked = mixture.experts * (1 - (1 - mixture.top_k / mixture.experts) ** tokens)
     repeated = tokens * mixture.top_k - asked
-    widening = _WIDENING if isinstance(experts[0], FewBits) else 0.0
+    widening = _WIDENING[CODES[experts[0].code].bits] if isinstance(experts[0], FewBits) else 0.0
     return repeated * per_expert <= _SORTING_BYTES + widening * asked * per_expert
 
 

@@ -92,12 +92,12 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
         monkeypatch.setattr(module, "why_not", module.refusal)
     mixture = MixtureConfig(experts=6, top_k=2, size=64, gated=True)
 
-    def chosen(implementation, size=64, dtype=jnp.bfloat16, tokens=4, code=None):
-        shapes = {"experts_up": (6, 2 * size, 128), "experts_down": (128, 6, size)}
+    def chosen(implementation, size=64, dtype=jnp.bfloat16, tokens=4, code=None, width=128):
+        shapes = {"experts_up": (6, 2 * size, width), "experts_down": (width, 6, size)}
         params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
         if code is not None:
             params = {name: rounded(weight.shape, code) for name, weight in params.items()}
-        params["router"] = jax.ShapeDtypeStruct((6, 128), dtype)
+        params["router"] = jax.ShapeDtypeStruct((6, width), dtype)
         return grouped_for(params, tokens, mixture=mixture, implementation=implementation)
 
     before = sum(fallbacks().values())
@@ -114,6 +114,10 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     # Two tokens ask for 100 MB twice, or for as many bytes of codes, which the products of sorted rows widen slowly.
     assert chosen("mosaic_gpu", tokens=2, size=2**17) == "mosaic_gpu"
     assert chosen("mosaic_gpu", tokens=2, size=2**18, code="float8_e4m3fn") is None
+    # Of three tokens, sorting pays for codes of 8 bits, and not yet for as many bytes of 4 bits.
+    few = {"tokens": 3, "size": 4096}
+    assert chosen("mosaic_gpu", **few, width=8192, code="float8_e4m3fn") == "mosaic_gpu"
+    assert chosen("mosaic_gpu", **few, width=16384, code="float4_e2m1fn") is None
     assert sum(fallbacks().values()) == before
     assert chosen("mosaic_gpu", size=60) is None
     assert chosen("mosaic_gpu", dtype=jnp.float32) is None

@@ -33,6 +33,13 @@ def by_hand(weight, x, sizes, axis):
     return np.einsum("ri,roi->ro", x.astype(np.float64), matrices)
 
 
+def sums_of_magnitudes(weight, x, sizes, axis):
+    """Returns what the errors of float32 sums are measured by."""
+    matrices = np.moveaxis(np.abs(exact(weight)), axis, 0)
+    found = matrices[np.repeat(np.arange(len(sizes)), sizes)]
+    return np.einsum("ri,roi->ro", np.abs(x.astype(np.float64)), found)
+
+
 def in_numpy(
     weight, x, sizes, axis, *, result=np.float32, threads=NumpyThreads, **changes
 ) -> np.ndarray:
@@ -177,8 +184,9 @@ def test_interpreted_the_kernel_does_the_same_without_a_race(races):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("result", [jnp.float32, jnp.bfloat16])
-def test_on_a_gpu_rows_of_many_groups_have_the_bits_that_they_have_alone(axis, result):
+@pytest.mark.parametrize(("result", "tolerance"), [(jnp.float32, 3e-6), (jnp.bfloat16, 2**-8)])
+def test_on_a_gpu_rows_of_many_groups_have_the_bits_that_they_have_alone(axis, result, tolerance):
+    """To float32's precision, as the other kernel for these weights (`test_grouped_matmul`)."""
     draw = np.random.default_rng(4)
     for rows, groups, inner, out in (
         (200, 32, 2880, 720),
@@ -195,8 +203,8 @@ def test_on_a_gpu_rows_of_many_groups_have_the_bits_that_they_have_alone(axis, r
             )
         )
         got = np.asarray(run(weight, x, sizes))
-        tolerance = 1e-5 if result == jnp.float32 else 2**-8
-        assert_near(got, by_hand(weight, x, sizes, axis), tolerance)
+        error = np.abs(got.astype(np.float64) - by_hand(weight, x, sizes, axis))
+        assert (error <= tolerance * sums_of_magnitudes(weight, x, sizes, axis)).all()
         last = np.flatnonzero(sizes)[-1]
         alone = np.asarray(run(weight, x[-1:], np.eye(groups, dtype=np.int32)[last]))
         np.testing.assert_array_equal(alone, got[-1:])
