@@ -36,7 +36,7 @@ def grouped_matmul(
     Args:
         weight: [groups, out, inner], one row for each column of the result, as in Hugging Face checkpoints; or
             [out, groups, inner] with `group_axis` 1. Any floating dtype, or 8 or 4 bits as `FewBits`, whose `order` is
-            that of all groups or, [groups, inner], of each.
+            that of all groups or, [groups, inner], of each. Larger scales of MXFP4 than 2**33 may make NaN.
         x: [rows, inner], in the weight's dtype; with `FewBits` any floating dtype.
         group_sizes: int32 number of rows of each group. Their sum is not checked under a trace.
         group_axis: axis of the weight that counts its matrices, 0 or 1.

@@ -44,6 +44,8 @@ _LOADED = 2 * WORDS + 2
 _WARPS, _MOST_KEPT = 16, 54 * 1024
 # Most rows per group on average; with more, wgmma is faster. Most per group that has rows for which 8 rows suffice.
 _MOST_ROWS, _FEW_ROWS = 8, 4
+# Most blocks of a group.
+_MOST_PARTS = 16
 _MOST_PLACES = 2**31 - 1
 """Places are int32."""
 
@@ -82,11 +84,22 @@ class Plan:
         places = g.groups * g.out * g.inner // 8, g.rows * max(g.inner // 2, g.out)
         if room < rows or max(places) > _MOST_PLACES:
             return None
-        parts = max(1, int(NUM_MULTIPROCESSORS / busy))
-        columns = ceil(g.out / parts / _TILE) * _TILE
-        # With two tiles a warp loads less of x, but more of its last columns may not be there.
-        units = {tiles: tiles * ceil(columns / (tiles * _TILE * _WARPS)) for tiles in (2, 1)}
-        return cls(rows, ceil(g.out / columns), columns, turns, min(units, key=units.__getitem__))
+        plans = [
+            cls(rows, ceil(g.out / columns), columns, turns, tiles)
+            for columns in (
+                ceil(g.out / parts / _TILE) * _TILE for parts in range(1, _MOST_PARTS + 1)
+            )
+            for tiles in (2, 1)
+        ]
+        return min(plans, key=lambda plan: plan.cost(busy))
+
+    def cost(self, busy: float) -> int:
+        """Returns how long the last multiprocessor works if so many groups have rows; 8 is the product of a tile.
+
+        Storing rows of x takes about as long as one, and loading what a warp's tiles share an eighth.
+        """
+        waves = ceil(busy * self.parts / NUM_MULTIPROCESSORS)
+        return waves * (8 + self.units * (8 * self.tiles + 1))
 
     @property
     def stride(self) -> int:
@@ -150,7 +163,10 @@ def multiply(
 ) -> None:
     """Writes the block's columns of all rows of its group."""
     group, part = block // plan.parts, block % plan.parts
-    size, start = threads.load(sizes, group), _before(threads, sizes, group, geometry.groups)
+    start = _before(threads, sizes, group, geometry.groups)
+    # No row is stored that is not there, whatever the sizes.
+    size = threads.least(threads.load(sizes, group), threads.lane * 0 + geometry.rows - start)
+    size = threads.most(size, 0)
     product = _Product(threads, weight, scales, kept, group, part * plan.columns, geometry, plan)
 
     def add_rows(number: Any, _: Any) -> None:  # noqa: ANN401 - words

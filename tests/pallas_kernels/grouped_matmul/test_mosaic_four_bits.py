@@ -110,6 +110,15 @@ def test_a_rows_bits_depend_on_no_other_row():
     np.testing.assert_array_equal(others[kept], whole[kept])
 
 
+def test_sizes_that_exceed_the_rows_store_nothing_behind_them():
+    """They are not checked under a trace."""
+    weight, x, sizes = made((3, 4, 2), 128, 64, 0)
+    whole = in_numpy(weight, x, sizes, 0)
+    for wrong in ([3, 9, 2], [3, 2**30, 2], [3, 6, 7]):
+        got = in_numpy(weight, x, np.array(wrong, np.int32), 0)
+        np.testing.assert_array_equal(got[:7], whole[:7])
+
+
 def every_scale():
     """Returns a weight with a scale per row, from code 0 on, and all codes of 4 bits in each row."""
     codes = np.resize(np.arange(256, dtype=np.uint8), (1, 256, 32))
@@ -163,6 +172,9 @@ def test_the_kernel_is_for_mxfp4_and_few_rows():
         (32, 32, 5760, Plan(8, 6, 960, 23, 2)),
         (256, 32, 5760, Plan(16, 4, 1440, 23, 2)),
         (256, 32, 2880, Plan(16, 4, 720, 23, 1)),
+        # And GPT-OSS-120B's of 24 and 64.
+        (96, 128, 5760, Plan(8, 3, 1920, 23, 2)),
+        (256, 128, 5760, Plan(8, 1, 5760, 23, 2)),
     ],
 )
 def test_blocks_fill_the_gpu_once(rows, groups, out, wanted):
