@@ -115,9 +115,12 @@ def grouped_for(
     may_gather = rows <= mixture.experts and not is_fixed()
     if may_gather and _reads_apart_are_few(tokens, mixture, experts):
         chosen = jax.ShapeDtypeStruct((tokens, mixture.top_k), jnp.int32)
+        # The first product takes a row for each token.
+        tokens_in, sums_in = inputs
+        tokens_in = jax.ShapeDtypeStruct((tokens, tokens_in.shape[1]), tokens_in.dtype)
         refusals = [
             why_not_gathered(weight, x, chosen, group_axis=axis)
-            for axis, (weight, x) in enumerate(zip(experts, inputs, strict=True))
+            for axis, (weight, x) in enumerate(zip(experts, (tokens_in, sums_in), strict=True))
         ]
         if not any(refusals):
             return None

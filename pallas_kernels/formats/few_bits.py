@@ -45,7 +45,8 @@ class FewBits:
         scales: [*lead, out, groups], float32, bfloat16, float16 or float8_e8m0fnu. Groups are equally many adjacent
             columns; one group is a scale per row. A scale of a block of rows is repeated for each row, so that rows of
             several weights can be concatenated.
-        zeros: uint8 [*lead, out, groups], the zero points of int4 codes; `None` for 8, that of symmetric formats.
+        zeros: uint8 [*lead, out, groups], the zero points of int4 codes, 0 to 127; `None` for 8, that of symmetric
+            formats.
         order: int32 [inner] or [*lead, inner]: column of x that each column of the codes multiplies, for formats that
             sort columns by importance (GPTQ's act-order); `None` for the same one.
         code: name in `CODES`.

@@ -12,17 +12,11 @@ from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
 from pallas_kernels.mosaic.few_bits import SCALES
 from pallas_kernels.mosaic.packed_numbers import BITS
-from pallas_kernels.mosaic.per_thread import WORDS
+from pallas_kernels.mosaic.per_thread import LINES, MOST_PLACES, WORDS
 from pallas_kernels.mosaic.warps import WARPS
 
 WORD = 32
 """Bits of a word."""
-_MOST_PLACES = 2**31 - 1
-"""Places are int32."""
-
-HALF = 8
-"""Rows of the weight in half of a tile of 4-bit codes."""
-
 _MOST_KEPT = 96 * 1024
 """Most numbers of x that a block keeps in shared memory beside a weight of 4 bits: 192 KiB."""
 
@@ -30,8 +24,8 @@ MOST_ROWS = 8
 """Most rows of the weight that a warp reads at once, if its lanes multiply."""
 _BYTES = 4096
 """Bytes of the weight that such a warp reads at least if it reads several rows."""
-# Most columns of a sum over choices that a warp computes, most numbers of their pieces, and the warps that a GPU needs.
-_MOST_COLUMNS, _MOST_NUMBERS, _ENOUGH_WARPS = 4, 64, 1320
+# Most columns of a sum over choices that a warp computes, and the warps that a GPU needs.
+_MOST_COLUMNS, _ENOUGH_WARPS = 4, 1320
 
 
 @dataclass(frozen=True)
@@ -105,14 +99,14 @@ class Geometry:
             return f"scales must be {', '.join(SCALES)}, got {self.scale}"
         if self.scales > 1 and self.inner // self.scales % self.piece:
             return f"groups of columns must be multiples of {self.piece}, got {self.inner // self.scales}"
-        if self.groups * self.out * self.words > _MOST_PLACES:
-            return f"the weight must have at most {_MOST_PLACES} words"
+        if self.groups * self.out * self.words > MOST_PLACES:
+            return f"the weight must have at most {MOST_PLACES} words"
         kept = self.count * self.inner if self.each else self.inner
         if self.is_tiled and kept > _MOST_KEPT:
             return f"a row of choices must have at most {_MOST_KEPT} numbers of x, got {kept}"
         rows_of_x = self.rows * (self.count if self.each else 1)
-        if max(rows_of_x * self.inner, self.rows * self.count * self.out) > _MOST_PLACES:
-            return f"x and the result must have at most {_MOST_PLACES} numbers"
+        if max(rows_of_x * self.inner, self.rows * self.count * self.out) > MOST_PLACES:
+            return f"x and the result must have at most {MOST_PLACES} numbers"
         return None
 
     @property
@@ -132,7 +126,7 @@ class Geometry:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether a block multiplies a tile of the weight with tensor cores (`mosaic_four_bits`), not a warp rows."""
+        """Whether a block multiplies a tile with tensor cores (`mosaic_four_bits`); else a warp multiplies rows."""
         return BITS[self.kind] == 4
 
     @property
@@ -147,9 +141,9 @@ class Geometry:
         The columns of a tile are a block's.
         """
         if self.is_tiled:
-            return HALF if self.summed or self.epilogue.gated else 2 * HALF
+            return LINES if self.summed or self.epilogue.gated else 2 * LINES
         if self.summed:
-            columns = min(_MOST_COLUMNS, _MOST_NUMBERS // self.piece)
+            columns = _MOST_COLUMNS
             while columns > 1 and self.rows * self.results < columns * _ENOUGH_WARPS:
                 columns //= 2
             return columns

@@ -16,14 +16,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.gathered_matmul.geometry import HALF, Geometry
+from pallas_kernels.gathered_matmul.geometry import Geometry
 from pallas_kernels.gathered_matmul.mosaic_ending import added_bias, group_of, store_column
-from pallas_kernels.mosaic.per_thread import THREADS, WORDS, Threads
+from pallas_kernels.mosaic.per_thread import LINES, MEMBERS, THREADS, WORDS, Threads, paired
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
-# Lanes that share a row of a tile, and the words of x that meet a piece.
-_MEMBERS, _WORDS_OF_X = 4, 16
+# Words of x that meet a piece.
+_WORDS_OF_X = 16
 # Words between x and the zeros behind it in shared memory, which are then in other banks than what is read beside them.
 _GAP = 8
 # Turns whose loads come before their products. A block that adds up choices keeps more of x, so fewer blocks hide them.
@@ -32,7 +32,7 @@ _AT_ONCE, _AT_ONCE_OF_SUMS = 2, 6
 
 def scratch(g: Geometry) -> tuple[int, int]:
     """Returns the sizes of a block's arrays in shared memory: x, with zeros behind it, and the sums of the warps."""
-    return g.kept + _GAP + _WORDS_OF_X, WARPS * 2 * HALF
+    return g.kept + _GAP + _WORDS_OF_X, WARPS * 2 * LINES
 
 
 def multiply(
@@ -72,7 +72,7 @@ def multiply(
     column = threads.least(threads.number, g.columns - 1)
     own = threads.least(first + column, g.results - 1)
     is_wanted = (threads.number < g.columns) & (first + threads.number < g.results)
-    halves = (0, HALF) if g.epilogue.gated else (0,)
+    halves = (0, LINES) if g.epilogue.gated else (0,)
     found = [_of_warps(threads, sums, column + half) for half in halves]
     if weights is None:
         group = group_of(threads, chosen, task, g)
@@ -116,9 +116,9 @@ class _Product:
     ) -> None:
         self.threads, self.g = threads, g
         self._weight, self._factors, self._kept = weight, factors, kept
-        self._line, self._member = threads.lane // _MEMBERS, threads.lane % _MEMBERS
+        self._line, self._member = threads.lane // MEMBERS, threads.lane % MEMBERS
         self._pieces, self._group = g.words // WORDS, g.inner // g.scales
-        turns = ceil(self._pieces / (_MEMBERS * WARPS))
+        turns = ceil(self._pieces / (MEMBERS * WARPS))
         self._at_once = min(turns, _AT_ONCE_OF_SUMS if g.summed else _AT_ONCE)
         self._rounds = ceil(turns / self._at_once)
 
@@ -131,8 +131,8 @@ class _Product:
         """
         g, threads = self.g, self.threads
         columns = [first + self._line, first + self._line]
-        if g.columns > HALF:
-            columns[1] = columns[1] + HALF
+        if g.columns > LINES:
+            columns[1] = columns[1] + LINES
         columns = [threads.least(column, g.results - 1) for column in columns]
         if g.epilogue.gated:
             columns[1] = columns[1] + g.results
@@ -152,7 +152,7 @@ class _Product:
         turns = [
             (number * self._at_once + at) * WARPS + self.threads.warp for at in range(self._at_once)
         ]
-        return [self._loaded(tile, turn * _MEMBERS) for turn in turns]
+        return [self._loaded(tile, turn * MEMBERS) for turn in turns]
 
     def added(self, total: Any, tile: _Tile, turns: list["_Turn"]) -> Any:  # noqa: ANN401 - numbers
         """Returns the lane's total with the products of turns added."""
@@ -165,9 +165,7 @@ class _Product:
                     threads.pairs(words[at], g.kind, dtype, zero)
                     for words, zero in zip(turn.codes, turn.zeros, strict=True)
                 )
-                for pair in (0, 2):
-                    left = [low[pair], high[pair], low[pair + 1], high[pair + 1]]
-                    products = threads.tile_product(products, left, right[pair : pair + 2], dtype)
+                products = threads.word_product(products, low, high, right, dtype)
             own = [self._of_half([products[at], products[at + 2]]) for at in (0, 1)]
             total = self._scaled(total, own, tile, turn.scales)
         return total
@@ -204,8 +202,8 @@ class _Product:
     def _right(self, tile: _Tile, piece: Any) -> list[list[Any]]:  # noqa: ANN401 - a word
         """Returns the lane's column of the right operand: the pairs of x that meet each word of its piece, or zeros."""
         threads, g = self.threads, self.g
-        half = self._line // _MEMBERS
-        is_own = (self._line % _MEMBERS == self._member) & (piece < self._pieces)
+        half = self._line // MEMBERS
+        is_own = (self._line % MEMBERS == self._member) & (piece < self._pieces)
         if not tile.has_both:
             is_own = is_own & (half == 0)
         row = threads.select(half == 0, *tile.rows_of_x)
@@ -282,15 +280,7 @@ def _keep(threads: Threads, x: Ref, kept: Ref, first: Any, g: Geometry) -> None:
     for begin in range(0, units, THREADS):
         unit = threads.number + begin
         words = threads.load_words(x, start + threads.least(unit, units - 1) * WORDS)
-        pairs = [
-            pair
-            for one, other in ((words[0], words[2]), (words[1], words[3]))
-            for pair in (
-                (one & 0xFFFF) + other * 2**16,
-                ((one // 2**16) & 0xFFFF) + (other & -(2**16)),
-            )
-        ]
-        threads.store_words(kept, unit * WORDS, pairs, where=unit < units)
+        threads.store_words(kept, unit * WORDS, paired(words), where=unit < units)
     zeros = [threads.lane * 0] * WORDS
     place = threads.number * WORDS + (g.kept + _GAP)
     threads.store_words(kept, place, zeros, where=threads.number < _WORDS_OF_X // WORDS)
@@ -299,10 +289,10 @@ def _keep(threads: Threads, x: Ref, kept: Ref, first: Any, g: Geometry) -> None:
 
 def _store_sums(threads: Threads, sums: Ref, total: Any, g: Geometry) -> None:  # noqa: ANN401 - a number
     """Stores the sum of each row of the tile, or of the same row of both halves if they are choices; waits for all."""
-    line, member = threads.lane // _MEMBERS, threads.lane % _MEMBERS
-    count = _MEMBERS if g.summed else _MEMBERS // 2
+    line, member = threads.lane // MEMBERS, threads.lane % MEMBERS
+    count = MEMBERS if g.summed else MEMBERS // 2
     total = threads.total_of_lanes(total, count)
-    place = threads.warp * (2 * HALF) + (member // count) * HALF + line
+    place = threads.warp * (2 * LINES) + (member // count) * LINES + line
     threads.store(sums, place, total, where=member % count == 0)
     threads.sync()
 
@@ -311,6 +301,6 @@ def _of_warps(threads: Threads, sums: Ref, place: Any) -> Any:  # noqa: ANN401 -
     """Returns the sum of the warps' numbers at a place, in their order."""
     total = threads.load(sums, place)
     for warp in range(1, WARPS):
-        other = threads.load(sums, place + warp * (2 * HALF))
+        other = threads.load(sums, place + warp * (2 * LINES))
         total = threads.multiply_add(total, threads.constant(1.0), other)
     return total

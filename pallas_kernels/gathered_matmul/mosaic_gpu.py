@@ -1,4 +1,4 @@
-"""`gathered_matmul` on Hopper with a Mosaic GPU kernel: a warp computes some columns of a row and its groups."""
+"""`gathered_matmul` on Hopper with a Mosaic GPU kernel: a warp, or in 4 bits a block, computes columns of a row."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -30,13 +30,15 @@ def grouped_matmul(
     """Computes `x[r] @ weight[group of r].T`, accumulated in float32: the products of a mixture of experts.
 
     Rows are sorted by group, so the groups' sizes define the group of each row. Sizes may be 0, and must add up to the
-    number of rows. A row's bits depend neither on other rows nor on the sizes. In "xla" (`jax.lax.ragged_dot`),
-    however, a NaN or infinity in a group's weights also affects rows of other groups, unless they are in few bits.
+    number of rows. A row's bits depend neither on other rows nor on the sizes; the number of all rows may change them,
+    unless the order of sums is fixed. In "xla" (`jax.lax.ragged_dot`), however, a NaN or infinity in a group's weights
+    also affects rows of other groups, unless they are in few bits.
 
     Args:
         weight: [groups, out, inner], one row for each column of the result, as in Hugging Face checkpoints; or
             [out, groups, inner] with `group_axis` 1. Any floating dtype, or 8 or 4 bits as `FewBits`, whose `order` is
-            that of all groups or, [groups, inner], of each. Larger scales of MXFP4 than 2**33 may make NaN.
+            that of all groups or, [groups, inner], of each. Scales of MXFP4 above 2**33 may make NaN, and
+            products with scales below 2**-93 may lose places.
         x: [rows, inner], in the weight's dtype; with `FewBits` any floating dtype.
         group_sizes: int32 number of rows of each group. Their sum is not checked under a trace.
         group_axis: axis of the weight that counts its matrices, 0 or 1.

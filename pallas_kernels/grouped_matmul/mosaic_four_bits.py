@@ -26,28 +26,32 @@ from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry
 from pallas_kernels.mosaic.packed_numbers import E2M1_RATE
 from pallas_kernels.mosaic.per_thread import (
     LANES,
+    LINES,
+    MEMBERS,
+    MOST_PLACES,
     WORDS,
     Threads,
+    paired,
     run_block,
     thread_kernel,
 )
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.warps import WARPS
 
-# Numbers in a piece of 16 bytes of codes, lanes that share a row, and words of x that meet a piece.
-_PIECE, _MEMBERS, _WORDS_OF_X = 32, 4, 16
-# Rows of a left operand, of half of it, and of a right one.
-_TILE, _HALF, _ROWS = 16, 8, 8
+# Numbers in a piece of 16 bytes of codes, and words of x that meet it.
+_PIECE, _WORDS_OF_X = 32, 16
+# Rows of the weight in a tile, the left operand, and of x in the right one.
+_TILE, _ROWS = 2 * LINES, 8
 # Words of a turn of a tile that a lane loads: codes of both halves, and their scales.
 _LOADED = 2 * WORDS + 2
 # Warps of a block, of which a multiprocessor has one; and most words of x that it keeps.
 _WARPS, _MOST_KEPT = 16, 54 * 1024
-# Most rows per group on average; with more, wgmma is faster. Most per group that has rows for which 8 rows suffice.
-_MOST_ROWS, _FEW_ROWS = 8, 4
+# Most rows per group on average; with more, wgmma is faster.
+_MOST_ROWS = 8
+# Most rows per group that has any, on average, for which a block keeps 8.
+_FEW_ROWS = 4
 # Most blocks of a group.
 _MOST_PARTS = 16
-_MOST_PLACES = 2**31 - 1
-"""Places are int32."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,19 @@ class Plan:
     @classmethod
     def of(cls, g: Geometry) -> "Plan | None":
         """Returns the plan for a geometry, or `None` if it is not for this kernel."""
-        is_ours = g.packing is not None and g.packing.scales_exactly(g.dtype) and not is_fixed()
-        if not is_ours or g.rows > _MOST_ROWS * g.groups:
+        packing = g.packing
+        if packing is None or (packing.code, packing.group) != ("float4_e2m1fn", _PIECE):
+            return None
+        is_few = g.rows <= _MOST_ROWS * g.groups
+        if not packing.scales_exactly(g.dtype) or not is_few or is_fixed():
             return None
         # As many groups as rows that choose at random find.
         busy = g.groups * (1 - (1 - 1 / g.groups) ** g.rows)
-        turns = ceil(g.inner / (_PIECE * _MEMBERS))
-        room = _MOST_KEPT // (turns * _MEMBERS * _WORDS_OF_X)
+        turns = ceil(g.inner / (_PIECE * MEMBERS))
+        room = _MOST_KEPT // (turns * MEMBERS * _WORDS_OF_X)
         rows = 2 * _ROWS if g.rows > _FEW_ROWS * busy and room >= 2 * _ROWS else _ROWS
         places = g.groups * g.out * g.inner // 8, g.rows * max(g.inner // 2, g.out)
-        if room < rows or max(places) > _MOST_PLACES:
+        if room < rows or max(places) > MOST_PLACES:
             return None
         plans = [
             cls(rows, ceil(g.out / columns), columns, turns, tiles)
@@ -94,9 +101,12 @@ class Plan:
         return min(plans, key=lambda plan: plan.cost(busy))
 
     def cost(self, busy: float) -> int:
-        """Returns how long the last multiprocessor works if so many groups have rows; 8 is the product of a tile.
+        """Returns how long the last multiprocessor works, in eighths of the time of a warp's product of one tile.
 
-        Storing rows of x takes about as long as one, and loading what a warp's tiles share an eighth.
+        Storing rows of x takes about as long as such a product, and loading what a warp's tiles share an eighth.
+
+        Args:
+            busy: number of groups that have rows.
         """
         waves = ceil(busy * self.parts / NUM_MULTIPROCESSORS)
         return waves * (8 + self.units * (8 * self.tiles + 1))
@@ -104,7 +114,7 @@ class Plan:
     @property
     def stride(self) -> int:
         """Words of a row of x in shared memory."""
-        return self.turns * _MEMBERS * _WORDS_OF_X
+        return self.turns * MEMBERS * _WORDS_OF_X
 
     @property
     def width(self) -> int:
@@ -215,7 +225,7 @@ class _Product:
         self.threads, self.g, self.plan = threads, geometry, plan
         self._weight, self._scales, self._kept = weight, scales, kept
         self._group, self._first = group, first
-        self._line, self._member = threads.lane // _MEMBERS, threads.lane % _MEMBERS
+        self._line, self._member = threads.lane // MEMBERS, threads.lane % MEMBERS
         self._pieces, self._blocks = geometry.inner // _PIECE, plan.rows // _ROWS
 
     def load(self, step: Any) -> list[Any]:  # noqa: ANN401 - a word
@@ -225,7 +235,7 @@ class _Product:
             step: the turn, counted over the units before it too.
         """
         threads, g = self.threads, self.g
-        piece = (step % self.plan.turns) * _MEMBERS + self._member
+        piece = (step % self.plan.turns) * MEMBERS + self._member
         place = threads.least(piece, self._pieces - 1)
         found = []
         for tile in range(self.plan.tiles):
@@ -285,13 +295,13 @@ class _Product:
         """Returns the lane's columns in both halves of a tile; they may be behind those of the block."""
         begin = (unit * self.plan.warps + self.threads.warp) * self.plan.width + self._first
         own = begin + self._line + tile * _TILE
-        return [own, own + _HALF]
+        return [own, own + LINES]
 
     def _added(self, sums: list[Any], loaded: list[Any], turn: Any) -> list[Any]:  # noqa: ANN401 - a word
         """Returns the sums with the products of a turn added."""
         threads, blocks = self.threads, self._blocks
         each = [sums[at : at + 4] for at in range(0, len(sums), 4)]
-        piece = turn * _MEMBERS + self._member
+        piece = turn * MEMBERS + self._member
         turned = (self._member // 2) + (self._line % 2) * 2
         for at in range(WORDS):
             rights = [
@@ -309,13 +319,9 @@ class _Product:
                     threads.scaled_pairs(own[half * WORDS + at], own[2 * WORDS + half])
                     for half in (0, 1)
                 )
-                for pair in (0, 2):
-                    left = [low[pair], high[pair], low[pair + 1], high[pair + 1]]
-                    for block, right in enumerate(rights):
-                        place = tile * blocks + block
-                        each[place] = threads.tile_product(
-                            each[place], left, right[pair : pair + 2], "bfloat16"
-                        )
+                for block, right in enumerate(rights):
+                    place = tile * blocks + block
+                    each[place] = threads.word_product(each[place], low, high, right, "bfloat16")
         return [number for own in each for number in own]
 
 
@@ -353,14 +359,7 @@ def _keep(
         place = threads.least(part, g.inner // (2 * WORDS) - 1) * WORDS
         words = threads.load_words(x, source + place)
         is_there = part < g.inner // (2 * WORDS)
-        pairs = [
-            threads.select(is_there, pair, 0)
-            for one, other in ((words[0], words[2]), (words[1], words[3]))
-            for pair in (
-                (one & 0xFFFF) + other * 2**16,
-                ((one // 2**16) & 0xFFFF) + (other & -(2**16)),
-            )
-        ]
+        pairs = [threads.select(is_there, pair, 0) for pair in paired(words)]
         piece, at = part // WORDS, part % WORDS
         turned = at ^ ((piece // 2) % 2 + (row % 2) * 2)
         target = row * plan.stride + piece * _WORDS_OF_X + turned * WORDS

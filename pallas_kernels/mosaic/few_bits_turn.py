@@ -74,7 +74,8 @@ class Packing(NamedTuple):
     def scales_exactly(self, dtype: DTypeLike) -> bool:
         """Returns whether a number times its scale is one of x's dtype: four bits times a power of two, in bfloat16.
 
-        Scales must be at most 2**125: the product of a larger one with 6 is infinite.
+        Scales must be at most 2**125, as the product of a larger one with 6 is infinite, or at most 2**33 for kernels
+        that correct the exponent in the same product (`Threads.scaled_pairs`).
         """
         is_power = self.scales == "float8_e8m0fnu"
         return is_power and self.bits == 4 and jnp.dtype(dtype) == jnp.bfloat16

@@ -49,7 +49,8 @@ _AS_PAIRS = {
 }
 E2M1_RATE = 2.0**-32
 """What the numbers of `Threads.scaled_pairs` are multiplied by, so that one product corrects exponent and scale."""
-# The exponent of bfloat16 that belongs to e8m0's 0: that of 2**(126 - 32 - 127).
+# The bits of an e2m1 code v, moved to their places in bfloat16, are v * 2**-126. So the factor of a scale with the e8m0
+# code e is 2**(126 - 32 + e - 127), whose exponent in bfloat16 is e and this number.
 _EXPONENT = 126 - 32
 E2M1_FACTOR = f"""{{ .reg .pred is_number; .reg .b32 t;
     add.u32 t, $1, {_EXPONENT}; setp.lt.u32 is_number, t, 255; mul.lo.u32 t, t, 0x00800080;

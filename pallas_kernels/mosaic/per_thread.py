@@ -58,6 +58,12 @@ THREADS = WARPS * LANES
 WORDS = 4
 """Words that a thread loads at once, 16 bytes."""
 
+MOST_PLACES = 2**31 - 1
+"""Most elements of a reference, whose places are int32."""
+
+MEMBERS, LINES = 4, LANES // 4
+"""Lanes that share a row of `Threads.tile_product`'s left operand, and such groups of lanes."""
+
 _ALL_LANES = "0xffffffff"
 # Operands: $0 the sum, $1 this lane's number. Lanes that have no lower neighbour at this distance keep theirs.
 _ADD_LOWER = """{{
@@ -132,7 +138,7 @@ def run_threads(
     Args:
         code: the code of a thread.
         refs: references of one axis, in global or shared memory, to int32 or float32, whose bits are loaded and stored.
-            Those that `load_words`, `load_number` and `store_number` use may have other dtypes.
+            Those that `load_words`, and loads and stores of numbers and bytes, use may have other dtypes.
         scalars: int32 numbers, words that are equal for all threads.
         interpret: whether the interpreter runs this.
     """
@@ -147,6 +153,18 @@ def run_threads(
         code(_Emitted(), *given[: len(refs)], *words)
 
     run(*refs, *scalars)
+
+
+def paired(words: Sequence[Any]) -> list[Any]:
+    """Returns four words of 16-bit numbers as the pairs of numbers i and i + 4 that `Threads.pairs` makes of codes."""
+    pairs = []
+    for one, other in ((words[0], words[2]), (words[1], words[3])):
+        # A word may be negative, so its sign is in the bits that are left out.
+        pairs += [
+            (one & 0xFFFF) + other * 2**16,
+            ((one // 2**16) & 0xFFFF) + (other & -(2**16)),
+        ]
+    return pairs
 
 
 class Threads(ABC):
@@ -212,13 +230,13 @@ class Threads(ABC):
 
     @abstractmethod
     def pairs(self, word: Any, kind: str, dtype: str, zero: Any = None) -> list[Any]:  # noqa: ANN401 - words
-        """Returns the numbers of a word of codes as words of two 16-bit numbers: of codes i and i + half of them.
+        """Returns the numbers of a word of 4-bit codes as words of two 16-bit numbers: of codes i and i + 4.
 
         Args:
             word: the codes.
-            kind: a kind in `BITS` of at most 8 bits.
+            kind: a kind in `BITS` of 4 bits.
             dtype: dtype of the numbers, bfloat16 or float16.
-            zero: a number, the zero point of int4 codes; `None` for 8.
+            zero: a number, the zero point of int4 codes, 0 to 127; `None` for 8.
         """
 
     @abstractmethod
@@ -301,6 +319,29 @@ class Threads(ABC):
     @abstractmethod
     def sync(self) -> None:
         """Waits for all threads, whose earlier stores are then visible."""
+
+    def word_product(
+        self,
+        sums: Sequence[Any],
+        low: Sequence[Any],
+        high: Sequence[Any],
+        right: Sequence[Any],
+        dtype: str,
+    ) -> list[Any]:
+        """Returns the sums of `tile_product` with the products of a word of codes of each lane added.
+
+        Args:
+            sums: as of `tile_product`.
+            low: the pairs of a word of codes of row `line`.
+            high: those of row line + 8.
+            right: the pairs of numbers that they meet, of column `line`.
+            dtype: as of `tile_product`.
+        """
+        found = list(sums)
+        for at in (0, 2):
+            left = [low[at], high[at], low[at + 1], high[at + 1]]
+            found = self.tile_product(found, left, right[at : at + 2], dtype)
+        return found
 
     def constant(self, value: float) -> Any:  # noqa: ANN401 - a number
         """Returns a number that is the same in all threads."""

@@ -118,6 +118,10 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
     few = {"tokens": 3, "size": 4096}
     assert chosen("mosaic_gpu", **few, width=8192, code="float8_e4m3fn") == "mosaic_gpu"
     assert chosen("mosaic_gpu", **few, width=16384, code="float4_e2m1fn") is None
+    # A block keeps a row of x of each choice that it adds up, and one of the first product.
+    one = {"tokens": 1, "code": "float4_e2m1fn"}
+    assert chosen("mosaic_gpu", **one, width=2**16) is None
+    assert chosen("mosaic_gpu", **one, size=2**16) == "mosaic_gpu"
     assert sum(fallbacks().values()) == before
     assert chosen("mosaic_gpu", size=60) is None
     assert chosen("mosaic_gpu", dtype=jnp.float32) is None

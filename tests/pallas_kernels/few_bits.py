@@ -20,6 +20,15 @@ KINDS = {
     "mxfp4": ("float4_e2m1fn", 32, "float8_e8m0fnu", False),
 }
 """Name -> code, columns per scale (`None` for all), dtype of the scales, whether there are zero points."""
+ODD_KINDS = {
+    "int4 by 96": ("int4", 96, "float32", False),
+    "int4 by 32, float32": ("int4", 32, "float32", True),
+    "int4 by 32, float16": ("int4", 32, "float16", False),
+    "int4 by 32, powers": ("int4", 32, "float8_e8m0fnu", False),
+    "e2m1 by 64, powers": ("float4_e2m1fn", 64, "float8_e8m0fnu", False),
+    "e2m1 by row, powers": ("float4_e2m1fn", None, "float8_e8m0fnu", False),
+}
+"""Likewise, forms that no checkpoint has, or none that most tests need."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -28,7 +37,7 @@ def drawn(kind, lead, inner, seed=0, hostile=False):
 
     Hostile scales are 0, tiny, huge and powers of two, with zero points of 0 and 15.
     """
-    code, group, dtype, has_zeros = KINDS[kind]
+    code, group, dtype, has_zeros = (KINDS | ODD_KINDS)[kind]
     rng = np.random.default_rng(seed)
     groups = 1 if group is None else inner // group
     if CODES[code].bits == 8:

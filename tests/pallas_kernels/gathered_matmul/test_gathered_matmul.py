@@ -18,7 +18,7 @@ from pallas_kernels.gathered_matmul import mosaic_four_bits, mosaic_gpu
 from pallas_kernels.gathered_matmul.cases import CASES
 from pallas_kernels.gathered_matmul.epilogue import SUMS, Epilogue
 from tests.pallas_kernels.contract import cases, implementations
-from tests.pallas_kernels.few_bits import KINDS, drawn, exact
+from tests.pallas_kernels.few_bits import KINDS, ODD_KINDS, drawn, exact
 from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads, Race, without_barrier
 
 # (rows, choices, groups, columns of the result, axis of the groups)
@@ -132,6 +132,19 @@ def test_the_kernels_code_multiplies_weights_of_every_form(kind, dtype):
         assert_near(in_numpy(weight, x, chosen, shape[-1]), wanted, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [
+        *((kind, 160) for kind in ("mxfp4", "int4 by 32, float32", "int4 by row")),
+        *((kind, 192) for kind in ("int4 by 96", "int4 by 32, float32", "int4 by 32, float16")),
+    ],
+)
+def test_the_kernels_code_loads_the_scales_of_pieces_wherever_they_begin(kind, inner):
+    """One by one where a row has an odd number of them, or two pieces may have one or two."""
+    weight, x, chosen = made(kind, inner, SHAPES[0])
+    assert_near(in_numpy(weight, x, chosen, 0), by_hand(weight, x, chosen, 0), 1e-5)
+
+
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -213,7 +226,7 @@ def test_sums_end_with_bias_and_activation(implementation, name):
     ("kind", "each"),
     [
         *((None, True), (None, False), ("e4m3 by row", True)),
-        *(("int4 by 128, zeros", True), ("mxfp4", True)),
+        *(("int4 by 128, zeros", True), ("mxfp4", True), ("mxfp4", False), ("int4 by row", True)),
     ],
 )
 def test_a_rows_choices_may_be_added_up_with_weights(implementation, kind, each, monkeypatch):
@@ -353,14 +366,14 @@ def test_on_a_gpu_rows_of_many_lengths_have_the_bits_that_they_have_alone(kind, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "int4 by 32, float32", "int4 by 32, float16"])
 def test_on_a_gpu_sums_of_choices_have_the_bits_that_they_have_alone(kind):
     for inner, shape in (
         (2880, (3, 4, 8, 202, 0)),
         (7168, (2, 3, 5, 40, 1)),
         (512, (9, 10, 40, 2048, 1)),
     ):
-        if inner % (KINDS[kind][1] or 32):
+        if inner % ((KINDS | ODD_KINDS)[kind][1] or 32):
             continue
         weight, _, chosen = made(kind, inner, shape)
         draw = np.random.default_rng(5)

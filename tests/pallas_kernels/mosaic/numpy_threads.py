@@ -186,6 +186,8 @@ class NumpyThreads(Threads):
         return word.reshape(WARPS, LANES).cumsum(axis=1, dtype=np.int32).reshape(-1)
 
     def repeat(self, count, body):
+        # The quotient of a negative number would be a large one on a GPU.
+        assert (count >= 0).all()
         for turn in range(max(count)):
             body(np.full(THREADS, turn, np.int32), turn < count)
 

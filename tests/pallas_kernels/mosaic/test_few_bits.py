@@ -8,9 +8,12 @@ import pytest
 
 from pallas_kernels.mosaic.few_bits import NARROW_SCALING, conversion
 from pallas_kernels.mosaic.packed_numbers import (
+    E2M1_FACTOR,
+    E2M1_RATE,
     pairs_of_word,
     power_conversion,
     word_conversion,
+    zero_conversion,
 )
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -52,6 +55,11 @@ def run_words(text, dtype, *operands, results):
         "shr.b32": lambda a, b: a >> b,
         "and.b32": lambda a, b: a & b,
         "mul.lo.u32": lambda a, b: a * b,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
+        "add.u32": lambda a, b: a + b,
+        "setp.lt.u32": lambda a, b: a < b,
+        "selp.b32": lambda a, b, which: a if which else b,
+        "cvt.rni.u32.f32": lambda a: int(np.rint(np.uint32(a).view(np.float32))),
         # The last operand is the truth table: of (a & b) | c, and of a where b is set, else c.
         "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c, 0xE2: a & b | c & ~b}[table],
         "max.u16x2": lambda a, b: max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16,
@@ -61,7 +69,8 @@ def run_words(text, dtype, *operands, results):
         f"mul.rn.{kind}": lambda a, b: packed(halves(a, dtype) * halves(b, dtype)),
         f"sub.rn.{kind}": lambda a, b: packed(halves(a, dtype) - halves(b, dtype)),
     }
-    _, *statements = [part.strip() for part in text.strip(" {}").split(";") if part.strip()]
+    statements = [part.strip() for part in text.strip(" {}").split(";") if part.strip()]
+    statements = [part for part in statements if not part.startswith(".reg")]
     for statement in statements:
         found = INSTRUCTION.fullmatch(statement)
         assert found is not None, statement
@@ -132,6 +141,35 @@ def test_words_of_4_bits_are_widened_exactly_into_pairs_four_places_apart(dtype)
         ]
         found = run(int4, dtype, word, base, results=count)
         assert found == [[shifted[at] for at in pair] for pair in pairs]
+
+
+def test_words_of_e2m1_are_scaled_exactly_by_the_product_that_corrects_their_exponent():
+    """By powers of two from 2**-93 to 2**33; larger ones and NaN make NaN, and the least ones may lose places."""
+    text = word_conversion("float4_e2m1fn", "bfloat16", takes_factor=True)
+    codes = [3, 1, 15, 9, 7, 0, 2, 8]
+    word = sum(code << 4 * place for place, code in enumerate(codes))
+    signed = np.array([(-1) ** (code >> 3) * E2M1[code & 7] for code in codes])
+    for scale in range(256):
+        [factor] = run_words(E2M1_FACTOR, "bfloat16", scale, results=1)
+        found = np.array(run(text, "bfloat16", word, factor, results=4)).T.ravel() / E2M1_RATE
+        wanted = signed * 2.0 ** (scale - 127)
+        if scale > 127 + 33:
+            assert np.isnan(found).all()
+        elif scale < 127 - 93:
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=2.0**-94)
+        else:
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_points_become_what_codes_are_subtracted_from(dtype):
+    text = word_conversion("int4", dtype)
+    word = sum(code << 4 * code for code in range(8))
+    for zero in (0, 8, 15, 127):
+        given = int(np.float32(zero).view(np.uint32))
+        [base] = run_words(zero_conversion(dtype), dtype, given, results=1)
+        found = np.array(run(text, dtype, word, base, results=4)).T.ravel()
+        np.testing.assert_array_equal(found, np.arange(8) - zero)
 
 
 def test_words_of_powers_of_two_become_float32():
