@@ -39,10 +39,10 @@ def drawn(model, dtype="float32"):
     return tree.unflatten(leaves)
 
 
-def answers(model, params):
+def answers(model, params, decodes):
     driver = Driver(model, params, **SMALL)
     said = driver.prefill([prompt(5), prompt(7, 1), prompt(3, 2)])
-    return np.concatenate([*said, driver.decode([3, 4, 5])])
+    return np.concatenate([*said, driver.decode([3, 4, 5])] if decodes else said)
 
 
 @pytest.fixture
@@ -60,26 +60,31 @@ def joined(monkeypatch):
     run_step.clear_cache()
 
 
+# The second layer of this Qwen3-Next is a dense one.
+MIXED = QWEN3_NEXT | {"num_hidden_layers": 3}
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "decodes"),
     [
-        # Its second layer is a dense one.
-        QWEN3_NEXT | {"num_hidden_layers": 3},
-        pytest.param(TINY, marks=pytest.mark.slow),
-        pytest.param(PLAIN | LLAMA, marks=pytest.mark.slow),
-        pytest.param(QWEN3_MOE, marks=pytest.mark.slow),
+        # A decode step has the same joints as a prompt.
+        (MIXED, False),
+        *(
+            pytest.param(family, True, marks=pytest.mark.slow)
+            for family in (MIXED, TINY, PLAIN | LLAMA, QWEN3_MOE)
+        ),
     ],
-    ids=["qwen3-next", "qwen2", "llama", "qwen3-moe"],
+    ids=["prompts of qwen3-next", "qwen3-next", "qwen2", "llama", "qwen3-moe"],
 )
-def test_logits_are_those_of_norms_on_their_own(family, joined, monkeypatch):
+def test_logits_are_those_of_norms_on_their_own(family, decodes, joined, monkeypatch):
     """In float32 within 1e-5: only the order of two multiplications differs."""
     model = build_model(read_config(family), implementation="xla")
     params = drawn(model)
-    said = answers(model, params)
+    said = answers(model, params, decodes)
     assert joined
     monkeypatch.setattr(decoder, "joins_norms", lambda implementation, tokens: False)
     run_step.clear_cache()
-    wanted = answers(model, params)
+    wanted = answers(model, params, decodes)
     np.testing.assert_allclose(said, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
