@@ -174,7 +174,7 @@ def multiply(
     """Writes the block's columns of all rows of its group."""
     group, part = block // plan.parts, block % plan.parts
     start = _before(threads, sizes, group, geometry.groups)
-    # No row is stored that is not there, whatever the sizes.
+    # No row is stored that is not there, even if the sizes are wrong.
     size = threads.least(threads.load(sizes, group), threads.lane * 0 + geometry.rows - start)
     size = threads.most(size, 0)
     product = _Product(threads, weight, scales, kept, group, part * plan.columns, geometry, plan)

@@ -201,7 +201,14 @@ class Threads(ABC):
         """Returns `WORDS` adjacent words of a reference to any dtype, from a multiple of `WORDS` words on."""
 
     @abstractmethod
-    def store_words(self, ref: Ref, place: Any, words: Sequence[Any], *, where: Any = None) -> None:  # noqa: ANN401 - words
+    def store_words(
+        self,
+        ref: Ref,
+        place: Any,  # noqa: ANN401 - a word
+        words: Sequence[Any],
+        *,
+        where: Any = None,  # noqa: ANN401 - a condition
+    ) -> None:
         """Stores `WORDS` adjacent words as `store` does, from a multiple of `WORDS` words on."""
 
     @abstractmethod

@@ -91,7 +91,7 @@ def test_each_row_meets_the_matrix_of_its_group(sizes, inner, out, axis, changes
 
 @pytest.mark.parametrize("number", range(4))
 def test_each_barrier_is_needed(number):
-    """Of a group with two rounds of rows; the first one waits for nobody."""
+    """Of a group with two rounds of rows; the first one waits for no other warp."""
     given = made((9, 0), 128, 64, 0)
     options = {"rows": 8, "parts": 1, "columns": 64}
     if number == 0:

@@ -62,7 +62,7 @@ class NumpyThreads(Threads):
     """References are arrays of one axis, with 32 bits an element unless they are only read.
 
     A place that is not there is an error, and so is a race between threads. What `load_number` and `load_byte` read,
-    and `load_words` before anybody stores there, is taken for read by all and written by none.
+    and `load_words` before the first store there, is taken for read by all and written by none.
     """
 
     refuses_races = True
