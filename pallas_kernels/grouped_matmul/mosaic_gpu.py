@@ -1,6 +1,7 @@
 """`grouped_matmul` on Hopper with a Mosaic GPU kernel: limits, and the XLA operations before the kernel.
 
-The kernel is in mosaic_kernel.py, its schedule in mosaic_schedule.py and mosaic_visits.py.
+The kernel is in mosaic_kernel.py, its schedule in mosaic_schedule.py and mosaic_visits.py. MXFP4 with few rows per
+group has another kernel, in mosaic_mxfp4.py.
 """
 
 from functools import partial
@@ -14,7 +15,7 @@ from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.grouped_matmul import mosaic_four_bits
+from pallas_kernels.grouped_matmul import mosaic_mxfp4
 from pallas_kernels.grouped_matmul.mosaic_kernel import Kernel
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.grouped_matmul.mosaic_visits import table
@@ -62,9 +63,9 @@ def grouped_matmul(
     """
     geometry = Geometry.of(weight, x, group_axis=group_axis, result=result)
     check_kernel(geometry.refusal())
-    plan = mosaic_four_bits.Plan.of(geometry) if schedule is None else None
+    plan = mosaic_mxfp4.Plan.of(geometry) if schedule is None else None
     if plan is not None:
-        return mosaic_four_bits.grouped_matmul(
+        return mosaic_mxfp4.grouped_matmul(
             weight, x, group_sizes, geometry=geometry, plan=plan, interpret=interpret
         )
     schedule = schedule or Schedule.by_rule(geometry)

@@ -11,8 +11,8 @@ import pytest
 from pallas_kernels import grouped_matmul
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.grouped_matmul import mosaic_four_bits, mosaic_gpu
-from pallas_kernels.grouped_matmul.mosaic_four_bits import Plan
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_mxfp4
+from pallas_kernels.grouped_matmul.mosaic_mxfp4 import Plan
 from pallas_kernels.grouped_matmul.mosaic_schedule import Geometry
 from tests.pallas_kernels.few_bits import drawn, exact
 from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads, Race, without_barrier
@@ -49,7 +49,7 @@ def in_numpy(
     plan = replace(Plan.of(geometry), warps=4, **changes)
     out = np.full(geometry.rows * geometry.out, np.nan, result)
     for block in range(geometry.groups * plan.parts):
-        mosaic_four_bits.multiply(
+        mosaic_mxfp4.multiply(
             threads(),
             sizes,
             weight.codes.reshape(-1),

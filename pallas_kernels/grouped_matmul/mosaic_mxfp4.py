@@ -149,7 +149,7 @@ def grouped_matmul(
             interpret=interpret,
         ),
         jax.ShapeDtypeStruct((geometry.rows * geometry.out,), geometry.result),
-        name="grouped_matmul_of_four_bits",
+        name="grouped_matmul_mxfp4",
         blocks=geometry.groups * plan.parts,
         scratch=(plan.rows * plan.stride,),
         warpgroups=plan.warps // WARPS,
