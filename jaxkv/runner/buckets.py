@@ -7,7 +7,7 @@ MOST_PADDING = 1.25
 """Most padded tokens per real token, in a step of more than `LOOSE_TOKENS` tokens."""
 
 LOOSE_TOKENS = 64
-"""Up to this many tokens, reading the weights dominates the cost of a step, so padding costs nothing."""
+"""Up to this many tokens, reading the weights dominates the cost of a step, so padding costs little."""
 
 FEW_MASKS = 16
 """Up to so many masks of grammars cost little to send: 0.3 MB for a vocabulary of 151,936 tokens."""
@@ -48,18 +48,6 @@ def token_buckets(
         steps = 1 if power < LOOSE_TOKENS else max(per_octave, 4 if power < fine_up_to else 1)
         sizes += [power * (steps + step) // steps for step in range(steps)]
     return (*(size for size in sizes if size < maximum), maximum)
-
-
-def row_buckets(maximum: int, factor: int) -> tuple[int, ...]:
-    """Returns the powers of `factor` below 64, then four sizes per doubling, and `maximum`.
-
-    No size above `LOOSE_TOKENS` is padded by more than `MOST_PADDING`.
-    """
-    few = [
-        factor**power for power in range(LOOSE_TOKENS.bit_length()) if factor**power < LOOSE_TOKENS
-    ]
-    many = token_buckets(maximum, per_octave=4, minimum=LOOSE_TOKENS)
-    return (*(size for size in few if size < many[0]), *many)
 
 
 def coarse_buckets(minimum: int, maximum: int, factor: int) -> tuple[int, ...]:

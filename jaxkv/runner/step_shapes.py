@@ -17,7 +17,6 @@ from jaxkv.runner.buckets import (
     filled,
     mask_buckets,
     power_of_two_buckets,
-    row_buckets,
     token_buckets,
 )
 from jaxkv.runner.program_specs import StepSpec
@@ -39,25 +38,21 @@ class Grain:
     Attributes:
         fewest_tokens: tokens of the smallest prefill program.
         whole_up_to: up to this many tokens, a single prompt runs in one step with little padding.
-        row_factor: ratio of the rows of successive small decode programs.
         shortest_table: tokens that the shortest page tables cover.
         table_factor: ratio of the lengths of successive page tables.
     """
 
     fewest_tokens: int
     whole_up_to: int
-    row_factor: int
     shortest_table: int
     table_factor: int
 
 
-FINE = Grain(
-    fewest_tokens=16, whole_up_to=LOOSE_TOKENS, row_factor=2, shortest_table=512, table_factor=4
-)
+FINE = Grain(fewest_tokens=16, whole_up_to=LOOSE_TOKENS, shortest_table=512, table_factor=4)
 """For XLA, which computes padding and gathers all pages of a page table."""
 
-COARSE = Grain(fewest_tokens=64, whole_up_to=256, row_factor=4, shortest_table=2048, table_factor=8)
-"""For kernels that skip padding, on a GPU where a step of 64 tokens takes as long as one of a single token.
+COARSE = Grain(fewest_tokens=64, whole_up_to=256, shortest_table=2048, table_factor=8)
+"""For kernels that skip padding, on a GPU where a step of 64 tokens takes little longer than one of a single token.
 
 Reading the weights dominates both, so a second step for the rest of a short prompt would cost as much as the first.
 """
@@ -135,7 +130,8 @@ class StepShapes:
             minimum=grain.fewest_tokens,
             fine_up_to=grain.whole_up_to,
         )
-        self.decode_rows = row_buckets(max_rows, grain.row_factor)
+        # Every power of two up to 64: with rows to spare, attention divides each row among too few blocks.
+        self.decode_rows = token_buckets(max_rows, per_octave=4, minimum=1)
         self._max_rows = max_rows
         self.drafts, self.drafter = drafts, drafter
         self.token_budget = token_budget
