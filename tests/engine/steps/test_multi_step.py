@@ -446,16 +446,16 @@ def test_programs_of_several_steps_are_those_that_measurements_favour():
     """One device gains with few rows alone; several devices, and those that ask for it, with more."""
     singles = [
         StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
-        for rows in (16, 64)
+        for rows in (64, 80)
         for draws in (False, True)
     ]
     blocked = StepSpec(16, 16, (2,), Features(min_tokens=True), decode=True)
     prompt = StepSpec(64, 16, (2,), Features(), decode=False)
     needed = [*singles, blocked, prompt]
     assert declare_multi_steps(needed, StepsPerLaunch(1)) == []
-    few = [replace(one, steps=4) for one in singles if one.rows == 16]
+    few = [replace(one, steps=4) for one in singles if one.rows == 64]
     assert declare_multi_steps(needed, StepsPerLaunch(4, automatic=True)) == few
-    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows=64)):
+    for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows=80)):
         assert declare_multi_steps(needed, chosen) == [replace(one, steps=4) for one in singles]
 
 
