@@ -18,26 +18,14 @@ SHAPES = {"8b": "llama-3.1-8b", "0.6b": "qwen3-0.6b"}
 VLLM, STYLE, TRANSFORMERS = "vLLM 0.26", "gpt-fast style", "Transformers"
 OURS, FLOOR = "jaxkv", "floor"
 
-_STEPS = {
-    "llama-3.1-8b": ("decode-floor-llama-3.1-8b", "decode-floor-llama-3.1-8b-64"),
-    "qwen3-0.6b": ("decode-floor-qwen3-0.6b", "decode-floor-qwen3-0.6b-warm"),
-}
-"""Shape -> records of decode steps; of equal batches the last one counts."""
-_FORMS = {"torch, gpt-fast style": STYLE, "engine": OURS}
-
 
 def decode_chart(shape: str) -> Bars:
-    """Returns a bar for each way to compute a decode step, per batch."""
+    """Returns a bar for each way to compute a decode step, per batch that a peer was measured at."""
     found = {row["batch"]: {VLLM: row["ms_per_step"]} for row in _of_vllm(shape, "decode")}
-    for name in _STEPS[shape]:
-        for row in _rows(name):
-            if row["form"] in _FORMS:
-                ways = found.setdefault(row["batch"], {})
-                ways[_FORMS[row["form"]]] = row["ms_per_step"]
-                if _FORMS[row["form"]] == OURS:
-                    ways[FLOOR] = row["floor_ms"]
+    for row in _rows(f"decode-peer-{shape}"):
+        found.setdefault(row["batch"], {})[STYLE] = row["ms_per_step"]
     for row in _rows(f"engine-{shape}-steady"):
-        if OURS not in found.get(row["batch"], {OURS: 0}):
+        if row["batch"] in found:
             found[row["batch"]] |= {OURS: row["step_ms"], FLOOR: row["floor_ms"]}
     order = (VLLM, STYLE, OURS, FLOOR)
     groups = {
