@@ -869,7 +869,8 @@ class LLM:
             The number of programs.
 
         Raises:
-            BadBundle: a program is of a kind that a folder cannot hold, or cannot be serialised on this device.
+            BadBundle: a program is of a kind that a folder cannot hold, or cannot be serialised on this device. A CPU's
+                program that came from a cache of compiled programs cannot.
             FileExistsError: there is a file or folder at `path`.
             OSError: the folder cannot be written.
         """

@@ -74,7 +74,7 @@ def write_bundle(
         values: writes specs, and the pytrees of results.
 
     Raises:
-        BadBundle: a program cannot be serialised or loaded on this backend.
+        BadBundle: a program cannot be serialised or loaded on this backend, or was itself loaded, for a CPU.
         OSError: the folder exists already, or cannot be written.
     """
     folder.mkdir(mode=0o700)
@@ -98,6 +98,9 @@ def _fill(
         results = compiled.out_tree.unflatten(range(compiled.out_tree.num_leaves))
         file = ProgramFile(folder / name, devices)
         try:
+            if program.loaded and devices[0].platform == "cpu":
+                # XLA serialises it without some of its functions. That shows only when it runs.
+                raise ValueError("it was loaded, not compiled")
             file.write(StoredProgram(compiled, program.report))
             file.read(jax.tree.structure(compiled.args_info), compiled.out_tree)
         except OSError:
@@ -105,7 +108,7 @@ def _fill(
         except (*UNREADABLE, *UNSERIALISABLE) as error:
             raise BadBundle(
                 f"{program.spec} cannot be put into a bundle on {devices[0].platform}: {error}. If it came from a "
-                f"store of compiled programs, set JAXKV_COMPILE_CACHE=off and compile it anew"
+                f"store of compiled programs, set JAX_ENABLE_COMPILATION_CACHE=false and compile it anew"
             ) from error
         entries.append((program.spec, name, _digest(folder / name), results))
     [listed] = values.write(entries)

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
+from jaxkv.programs import compile as compilation
 from jaxkv.programs.bundle import Bundle, facts_of, write_bundle
 from jaxkv.programs.fingerprint import environment
 from jaxkv.programs.manifest import Lowering, Programs
@@ -25,6 +27,8 @@ KEYS = [StepSpec(rows, rows, (1,), decode=True) for rows in (2, 4)]
 FACTS = {"device": "H200", "model": {"layers": 2, "heads": 4}, "groups": {"0": "page"}}
 DEVICES = jax.devices()[:1]
 VALUES = Values((StepSpec, Features))
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def run(params, cache, ids):
@@ -39,6 +43,26 @@ def arguments(rows):
 
 def structure(key):
     return jax.tree.structure((arguments(key.rows), {}))
+
+
+@pytest.fixture
+def jax_cache(tmp_path, compiled_anew, monkeypatch):
+    """Turns JAX's cache on, for programs of any size, in a folder of its own."""
+    monkeypatch.setattr(compilation, "open_store", lambda: None)
+    settings = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path / "cache"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -76,6 +100,20 @@ def test_every_program_comes_back_under_its_spec_and_does_the_same(folder, progr
         )
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_on_a_cpu_a_program_that_came_from_a_cache_is_refused(tmp_path, jax_cache):
+    """XLA would leave out some of its functions, and only its first run would tell."""
+
+    def made():
+        return Programs().get(KEYS[0], lambda: Lowering(run, jax.eval_shape(lambda: arguments(2))))
+
+    assert not made().loaded
+    program = made()
+    assert program.loaded
+    with pytest.raises(BadBundle, match=r"it was loaded, not compiled.*CACHE=false and compile it"):
+        write_bundle(tmp_path / "bundle", FACTS, [program], DEVICES, VALUES)
+    assert not (tmp_path / "bundle").exists()
 
 
 @needs_devices(3)
