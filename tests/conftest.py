@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import jax
 import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests.shape_checks import check_shapes
 
@@ -51,6 +53,30 @@ def keep_one_core():
     os.nice(10)
 
 
+def keep_programs():
+    """Lets JAX keep the programs that tests compile, for pytest's other processes and for later runs.
+
+    The names of programs follow from their code and from all settings of XLA, so a changed program is compiled anew.
+    One run has 87 MB of them. Behind many changes they are deleted.
+    """
+    folder = Path(__file__).parents[1] / "build" / "tested-programs"
+    if "PYTEST_XDIST_WORKER" not in os.environ and folder.is_dir():
+        size = sum(one.stat().st_size for one in folder.iterdir())
+        if size > 2**30:
+            shutil.rmtree(folder)
+    kept = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in kept.items():
+        jax.config.update(name, value)
+        # Processes that tests start inherit it.
+        os.environ[name.upper()] = str(value)
+    # JAX decides once whether it has a cache.
+    compilation_cache.reset_cache()
+
+
 if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
     flags = os.environ.get("XLA_FLAGS", "")
     if QUICK_TO_COMPILE not in flags:
@@ -59,6 +85,7 @@ if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        keep_programs()
 
 check_shapes()
 # A deadline measures time, so a busy machine would fail the test.
@@ -79,6 +106,17 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     config.stash[_COMPILE_CACHE].cleanup()
+
+
+@pytest.fixture
+def compiled_anew():
+    """Turns JAX's cache off: on CPUs a program that was loaded from it cannot be stored again."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 _LONG = (

@@ -256,7 +256,7 @@ def test_the_devices_of_several_processes_are_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_programs_of_every_kind_come_back(model, tmp_path):
+def test_programs_of_every_kind_come_back(model, tmp_path, compiled_anew):
     """Draws, penalties, grammars, scores, drafts by lookup, adapters, saved prefixes and the host tier."""
     options = {
         "cache": CacheConfig(host_bytes=2**20),

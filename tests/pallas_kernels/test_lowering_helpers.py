@@ -307,7 +307,7 @@ def test_kernels_inside_calls_loops_and_branches_are_found():
 
 
 @pytest.fixture
-def packed(monkeypatch):
+def packed(monkeypatch, compiled_anew):
     """Returns a kernel for another process, which takes this machine's CPU for a GPU."""
     monkeypatch.setattr(lowering_helpers, "_described", lambda: jax.devices()[0])
     (instance,) = instances(scaled([2.0]).jaxpr.jaxpr, ("cuda",))
