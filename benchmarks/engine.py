@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--token-budget", type=int, default=EngineConfig().token_budget)
     made.add_argument("--steps-per-launch", type=int, help="the engine chooses if not given")
     made.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    made.add_argument("--batch", type=_sizes, default=(1, 16, 64, 256), help="of steady decode")
+    made.add_argument("--batch", type=_sizes, default=(1, 8, 64, 256), help="of steady decode")
     made.add_argument("--context", type=int, default=1024, help="prompt tokens of steady decode")
     made.add_argument("--steps", type=int, default=64, help="of steady decode")
     made.add_argument("--repeats", type=int, default=6, help="of first tokens")

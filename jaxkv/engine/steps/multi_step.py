@@ -41,8 +41,9 @@ _SMALL_BYTES_OF_SEVERAL = 150 * 10**6
 """The same per layer and device for several GPUs: 35 microseconds, measured at one row of two shapes on four."""
 _MOST_SUM_BYTES = 0.7 * 2**30
 """Most bytes that one such program of several GPUs keeps for XLA's sums, outside of its pool (`audit.sum_bytes`)."""
-_FEW_ROWS = 64
-"""On one GPU. For 64 rows of some 1,080 tokens the 0.6B shape needs 2.9 ms there, and 2.8 to 3.3 on the host."""
+_FEW_ROWS = 16
+_MORE_ROWS = 64
+"""Of a model of half as many bytes: 64 rows of the 0.6B shape take a GPU 2.9 ms and the host 2.8 to 3.3."""
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
 
@@ -170,7 +171,8 @@ def choose_steps(
         return StepsPerLaunch(requested)
     if jax.default_backend() != "gpu" or not _allows_several(model, layout):
         return StepsPerLaunch(1, automatic=True)
-    small, rows = _SMALL_BYTES, _FEW_ROWS
+    small, read = _SMALL_BYTES, bytes_of_one_row(model, params)
+    rows = _MORE_ROWS if read <= small // 2 else _FEW_ROWS
     if isinstance(model, TensorParallel):
         layers = len(layout.paged_groups[0].layers)
         small = model.count * layers * _SMALL_BYTES_OF_SEVERAL
@@ -180,7 +182,7 @@ def choose_steps(
         if has_mailboxes(model):
             # Sums by way of mailboxes keep nothing for a program.
             rows = max(rows, MOST_BYTES // (2 * model.config.hidden_size))
-    number = _STEPS if bytes_of_one_row(model, params) <= small else 1
+    number = _STEPS if read <= small else 1
     return StepsPerLaunch(number, automatic=True, rows=rows)
 
 

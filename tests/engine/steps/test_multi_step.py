@@ -308,10 +308,14 @@ def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypa
     assert expanding.expands
     wide = LayerSpec(2, gqa(2, 8, dtype="float32", page_size=4))
     several = group_layers((keys, wide, SAMPLING))
-    small, large = (jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (1, 2000))
+    small, larger, large = (
+        jax.ShapeDtypeStruct((size, 2**20), np.float32) for size in (512, 1024, 1025)
+    )
     assert choose_steps(None, model, [small], plain) == StepsPerLaunch(1, automatic=True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert choose_steps(None, model, [small], plain) == StepsPerLaunch(4, automatic=True)
+    few, more = (StepsPerLaunch(4, automatic=True, rows=rows) for rows in (16, 64))
+    assert choose_steps(None, model, [small], plain) == more
+    assert choose_steps(None, model, [larger], plain) == few
     assert choose_steps(None, model, [], plain).number == 4
     assert choose_steps(None, model, [large], plain).number == 1
     for layout in (windowed, expanding, several):
@@ -446,14 +450,14 @@ def test_programs_of_several_steps_are_those_that_measurements_favour():
     """One device gains with few rows alone; several devices, and those that ask for it, with more."""
     singles = [
         StepSpec(rows, rows, (2,), Features(draws=draws), decode=True)
-        for rows in (64, 80)
+        for rows in (16, 80)
         for draws in (False, True)
     ]
     blocked = StepSpec(16, 16, (2,), Features(min_tokens=True), decode=True)
     prompt = StepSpec(64, 16, (2,), Features(), decode=False)
     needed = [*singles, blocked, prompt]
     assert declare_multi_steps(needed, StepsPerLaunch(1)) == []
-    few = [replace(one, steps=4) for one in singles if one.rows == 64]
+    few = [replace(one, steps=4) for one in singles if one.rows == 16]
     assert declare_multi_steps(needed, StepsPerLaunch(4, automatic=True)) == few
     for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows=80)):
         assert declare_multi_steps(needed, chosen) == [replace(one, steps=4) for one in singles]
