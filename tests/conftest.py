@@ -57,7 +57,7 @@ def keep_programs():
     """Lets JAX keep the programs that tests compile, for pytest's other processes and for later runs.
 
     The names of programs follow from their code and from all settings of XLA, so a changed program is compiled anew.
-    One run has 87 MB of them. Behind many changes they are deleted.
+    Behind many changes, when they have 1 GiB, all are deleted.
     """
     folder = Path(__file__).parents[1] / "build" / "tested-programs"
     if "PYTEST_XDIST_WORKER" not in os.environ and folder.is_dir():
@@ -66,7 +66,8 @@ def keep_programs():
             shutil.rmtree(folder)
     kept = {
         "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
+        # Writing those that compile faster takes a first run longer than it saves.
+        "jax_persistent_cache_min_compile_time_secs": 0.03,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     for name, value in kept.items():
