@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import jax
 import pytest
 from hypothesis import settings
-from jax.experimental.compilation_cache import compilation_cache
 
+from tests.jax_settings import cache_settings, set_cache
 from tests.shape_checks import check_shapes
 
 # Most tests compile small programs for the CPU and run each a few times. Without LLVM's optimisations and in one part,
@@ -70,12 +70,9 @@ def keep_programs():
         "jax_persistent_cache_min_compile_time_secs": 0.03,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    for name, value in kept.items():
-        jax.config.update(name, value)
-        # Processes that tests start inherit it.
-        os.environ[name.upper()] = str(value)
-    # JAX decides once whether it has a cache.
-    compilation_cache.reset_cache()
+    set_cache(**kept)
+    # Processes that tests start inherit them.
+    os.environ.update({name.upper(): str(value) for name, value in kept.items()})
 
 
 if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0":
@@ -112,12 +109,8 @@ def pytest_unconfigure(config):
 @pytest.fixture
 def compiled_anew():
     """Turns JAX's cache off: on CPUs a program that was loaded from it cannot be stored again."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+    with cache_settings(jax_enable_compilation_cache=False):
+        yield
 
 
 _LONG = (

@@ -7,7 +7,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import LLM, default_model
 from jaxkv.bench.workload import Workload
@@ -21,6 +20,7 @@ from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.weights.quantised.weight_forms import weight_forms
 from pallas_kernels.dispatch import Unsupported
+from tests.jax_settings import cache_settings
 
 # Users have no shape checker before it, which refuses other types by itself.
 resolve_length = inspect.unwrap(checked_resolve_length)
@@ -187,13 +187,9 @@ def test_the_programs_are_those_that_an_engine_compiles():
 @pytest.fixture
 def nothing_is_known(tmp_path):
     """A fresh folder for compiled programs."""
-    before = jax.config.jax_compilation_cache_dir
     (tmp_path / "programs").mkdir(mode=0o700)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "programs"))
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    with cache_settings(jax_compilation_cache_dir=str(tmp_path / "programs")):
+        yield
 
 
 @pytest.mark.usefixtures("nothing_is_known")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.config.cache import CacheConfig
@@ -22,6 +21,7 @@ from jaxkv.programs.manifest import Lowering, Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
 from tests.devices import needs_devices
+from tests.jax_settings import cache_settings
 
 KEYS = [StepSpec(rows, rows, (1,), decode=True) for rows in (2, 4)]
 FACTS = {"device": "H200", "model": {"layers": 2, "heads": 4}, "groups": {"0": "page"}}
@@ -49,20 +49,13 @@ def structure(key):
 def jax_cache(tmp_path, compiled_anew, monkeypatch):
     """Turns JAX's cache on, for programs of any size, in a folder of its own."""
     monkeypatch.setattr(compilation, "open_store", lambda: None)
-    settings = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(tmp_path / "cache"),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with cache_settings(
+        jax_enable_compilation_cache=True,
+        jax_compilation_cache_dir=str(tmp_path / "cache"),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    ):
+        yield
 
 
 @pytest.fixture

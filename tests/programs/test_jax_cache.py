@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.programs import compile as compilation
 from jaxkv.programs.jax_cache import (
@@ -20,6 +19,7 @@ from jaxkv.programs.jax_cache import (
 )
 from jaxkv.programs.manifest import Lowering, Programs
 from jaxkv.runner.program_specs import StepSpec
+from tests.jax_settings import cache_settings
 
 OPTIONS = (
     "jax_compilation_cache_dir",
@@ -33,12 +33,8 @@ def own_settings(monkeypatch):
     # The store of traced programs would answer before JAX is asked; it has tests of its own.
     monkeypatch.setattr(compilation, "open_store", lambda: None)
     before = {name: getattr(jax.config, name) for name in OPTIONS}
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with cache_settings(**before | {"jax_compilation_cache_dir": None}):
+        yield
 
 
 def mode(path):

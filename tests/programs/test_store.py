@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.topologies import TopologyDescription
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -31,6 +30,7 @@ from jaxkv.runner.program_specs import StepSpec
 from pallas_kernels import deferred
 from pallas_kernels.lowering_helpers import LoweringHelpers
 from tests.devices import needs_devices
+from tests.jax_settings import cache_settings
 from tests.pallas_kernels.test_deferred import OPTIONS, TRACES, scale
 
 ROOT = Path(__file__).parents[2]
@@ -42,19 +42,14 @@ FACTOR = 2.0
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """JAX's cache is on in a fresh private folder, and keeps nothing itself."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
     made = tmp_path / "programs"
     made.mkdir(mode=0o700)
-    jax.config.update("jax_compilation_cache_dir", str(made))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    compilation_cache.reset_cache()
     monkeypatch.setattr(compilation, "MIN_COMPILE_SECONDS", 0.0)
     monkeypatch.setattr(compilation, "_STORED_PLATFORMS", ("cpu",))
-    yield made
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with cache_settings(
+        jax_compilation_cache_dir=str(made), jax_persistent_cache_min_compile_time_secs=1e9
+    ):
+        yield made
 
 
 def add(params, cache, ids):

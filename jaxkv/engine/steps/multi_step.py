@@ -42,8 +42,9 @@ _SMALL_BYTES_OF_SEVERAL = 150 * 10**6
 _MOST_SUM_BYTES = 0.7 * 2**30
 """Most bytes that one such program of several GPUs keeps for XLA's sums, outside of its pool (`audit.sum_bytes`)."""
 _FEW_ROWS = 16
+"""Most rows of several steps on one GPU. With more, it takes longer for a step of a small model than the host."""
 _MORE_ROWS = 64
-"""Of a model of half as many bytes: 64 rows of the 0.6B shape take a GPU 2.9 ms and the host 2.8 to 3.3."""
+"""The same for a model of at most half of `_SMALL_BYTES`: 64 rows of 0.6B take a GPU 2.9 ms and the host 2.8 to 3.3."""
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
 
