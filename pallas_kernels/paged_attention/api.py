@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import choose
 from pallas_kernels.packed.tile_attention import output_without_keys, why_not
 from pallas_kernels.paged_attention import cudnn, mosaic_gpu, xla
 from pallas_kernels.paged_attention.mosaic_gpu import DirectLaunch, direct_launch
+from pallas_kernels.shared_keys import ROWS_PER_TILE, SharedKeys
 
 __all__ = ["DirectLaunch", "direct_launch", "paged_attention"]
 
@@ -31,6 +32,7 @@ def paged_attention(
     sinks: Array | np.ndarray | None = None,
     k_scales: Array | np.ndarray | None = None,
     v_scales: Array | np.ndarray | None = None,
+    shared: SharedKeys | None = None,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
 ) -> Array: ...
@@ -50,6 +52,7 @@ def paged_attention(
     sinks: Array | np.ndarray | None = None,
     k_scales: Array | np.ndarray | None = None,
     v_scales: Array | np.ndarray | None = None,
+    shared: SharedKeys | None = None,
     return_lse: Literal[True],
     implementation: str | None = None,
 ) -> tuple[Array, Array]: ...
@@ -68,6 +71,7 @@ def paged_attention(
     sinks: Shaped[Array | np.ndarray, " heads"] | None = None,
     k_scales: Shaped[Array | np.ndarray, "pages page_size kv_heads"] | None = None,
     v_scales: Shaped[Array | np.ndarray, "pages page_size kv_heads"] | None = None,
+    shared: SharedKeys | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> (
@@ -93,6 +97,9 @@ def paged_attention(
         k_scales: float32 factor of each token's and head's keys, for pages of float8_e4m3fn or int8. With scales q
             may have any floating dtype; without, q and the pages share one.
         v_scales: the same for values.
+        shared: rows that begin with the same pages. "mosaic_gpu" reads these once for up to eight rows, in a launch
+            before its own, if the pages have 16 bits, there is no window, and two rows' queries of a key head fit 64;
+            all else reads them for each row. Only rounding depends on it.
         return_lse: whether to also return the natural logarithm of the denominator, sink included.
         implementation: "mosaic_gpu", "xla", or `None` for the first of them that can run. "cudnn" (NVIDIA's cuDNN) runs
             only when named; the last bits of its results vary from run to run.
@@ -109,6 +116,10 @@ def paged_attention(
     check_attention(q, k_pages, v_pages, sinks, k_scales, v_scales, options)
     check_ids("page_table", page_table, (q.shape[0], None))
     check_ids("seq_lens", seq_lens, (q.shape[0],))
+    if shared is not None:
+        check_ids("shared.places", shared.places, (q.shape[0],))
+        check_ids("shared.lens", shared.lens, (None,))
+        check_ids("shared.rows", shared.rows, (ROWS_PER_TILE * shared.lens.shape[0],))
     given = (q, k_pages, v_pages, page_table, seq_lens, None, sinks, k_scales, v_scales)
     # `None` is an empty pytree, so absent arrays stay `None`.
     arrays = AttentionArrays(*jax.tree.map(jnp.asarray, given))
@@ -123,7 +134,7 @@ def paged_attention(
         out, lse = output_without_keys(arrays.q)
         return (out, lse) if return_lse else out
     if chosen == "mosaic_gpu":
-        return mosaic_gpu.paged_attention(arrays, options, return_lse=return_lse)
+        return mosaic_gpu.paged_attention(arrays, options, shared=shared, return_lse=return_lse)
     if chosen == "cudnn":
         return cudnn.paged_attention(arrays, options, return_lse=return_lse)
     out, lse = xla.paged_attention(arrays, options)

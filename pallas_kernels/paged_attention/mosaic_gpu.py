@@ -14,11 +14,13 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
 from pallas_kernels.arrays import ArrayOrStruct
-from pallas_kernels.device import ROW_TILE, why_not_mosaic
+from pallas_kernels.device import ROW_TILE, WGMMA_ROWS, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
 from pallas_kernels.mosaic.softmax import LOG2_E
 from pallas_kernels.paged_attention.mosaic_launch import Kernel
 from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
+from pallas_kernels.paged_attention.mosaic_shared import SharedGeometry, SharedKernel
+from pallas_kernels.shared_keys import SharedKeys
 
 
 def why_not(q: ArrayOrStruct, k_pages: ArrayOrStruct) -> str | None:
@@ -30,6 +32,7 @@ def paged_attention(
     arrays: AttentionArrays,
     options: ScoreOptions,
     *,
+    shared: SharedKeys | None = None,
     return_lse: bool = False,
     interpret: bool = False,
 ) -> (
@@ -54,6 +57,7 @@ def paged_attention(
     schedule = Schedule.of(geometry, q.shape[0], arrays.capacity, options.window)
     out, lse = attend(
         arrays._replace(q=q, sinks=sinks),
+        shared,
         options=options,
         schedule=schedule.without_clusters() if interpret else schedule,
         want_lse=return_lse,
@@ -136,13 +140,14 @@ def _fill_groups(of_heads: Shaped[Array, "rows heads ..."], group: int, filled: 
 @partial(jax.jit, static_argnames=("options", "schedule", "want_lse", "interpret"))
 def attend(
     arrays: AttentionArrays,
+    shared: SharedKeys | None = None,
     *,
     options: ScoreOptions,
     schedule: Schedule,
     want_lse: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads"] | None]:
-    """Runs the kernel under a schedule, then combines the parts if there are several."""
+    """Runs the kernel under a schedule, after that of shared keys, then combines the parts if there are several."""
     q, k_pages, v_pages, page_table, seq_lens, _, sinks, *scales = arrays
     geometry = Geometry.of(q, k_pages)
     missing = geometry.padded_heads - geometry.heads
@@ -150,8 +155,20 @@ def attend(
     if sinks is not None:
         operands.append(jnp.pad(sinks.astype(jnp.float32), (0, missing)))
     operands += [factors for factors in scales if factors is not None]
-    has_lse = want_lse or schedule.parts > 1
-    kernel = Kernel(geometry, options, schedule, has_lse, sinks is not None, interpret)
+    has_lse, has_sinks = want_lse or schedule.parts > 1, sinks is not None
+    blocks = None
+    if shared is not None and shared.lens.size and options.window is None:
+        blocks = SharedGeometry.within(geometry)
+    if shared is not None and blocks is not None:
+        kernel = SharedKernel(blocks, options, len(shared.rows), has_sinks, interpret)
+        division = [shared.lens, kernel.schedule.parts_of(blocks, shared.lens)]
+        before = [*operands[:4], shared.rows, *division]
+        if has_sinks:
+            before.append(_sinks_of_queries(operands[5], blocks))
+        operands += [shared.places, *division, *kernel.build()(*before)]
+    kernel = Kernel(
+        geometry, options, schedule, has_lse, has_sinks, interpret, goes_on=blocks is not None
+    )
     outputs = kernel.build(q.shape[0])(*operands)
     if not kernel.has_lse:
         return outputs[0], None
@@ -161,6 +178,15 @@ def attend(
     else:
         out, lse = _join_parts(outputs[0], lse, geometry)
     return out.astype(q.dtype), lse / LOG2_E if want_lse else None
+
+
+def _sinks_of_queries(
+    sinks: Float[Array, " heads"], blocks: SharedGeometry
+) -> Float[Array, "kv_heads queries"]:
+    """Returns the sink of each query of a block of several rows, for each key head."""
+    first = np.arange(blocks.kv_heads) * blocks.group // ROW_TILE * ROW_TILE
+    column = np.arange(WGMMA_ROWS) % blocks.columns
+    return sinks[first[:, None] + column]
 
 
 def _heads_of_columns(

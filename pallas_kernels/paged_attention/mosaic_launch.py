@@ -13,8 +13,8 @@ from pallas_kernels.arguments.attention import ScoreOptions
 from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled
-from pallas_kernels.paged_attention.mosaic_block import Block
 from pallas_kernels.paged_attention.mosaic_packed import PackedTiles
+from pallas_kernels.paged_attention.mosaic_row import RowBlock
 from pallas_kernels.paged_attention.mosaic_schedule import TILE, Geometry, Schedule
 from pallas_kernels.paged_attention.mosaic_wide import WideTiles
 
@@ -30,6 +30,8 @@ class Kernel:
         has_lse: whether the log-sum-exp is an output.
         has_sinks: whether sinks are an input.
         interpret: whether Pallas's interpreter runs the kernel on the CPU.
+        goes_on: whether rows go on from shared keys: `SharedKeys.places` and `lens`, the number of parts and the
+            results of `SharedKernel` are inputs.
     """
 
     geometry: Geometry
@@ -38,6 +40,7 @@ class Kernel:
     has_lse: bool
     has_sinks: bool
     interpret: bool = False
+    goes_on: bool = False
 
     def build(self, rows: int) -> Callable[..., list[Array]]:
         """Returns the function of arrays that launches the kernel for `rows` rows."""
@@ -108,9 +111,12 @@ class Kernel:
         names = ["q", "k_pages", "v_pages", "page_table", "seq_lens"]
         names += ["sinks"] * self.has_sinks
         names += ["k_scales", "v_scales"] * (g.stored is not None)
+        if self.goes_on:
+            names += ["places", "shared_lens", "shared_parts"]
+            names += ["shared_m", "shared_total", "shared_acc"]
         names += ["out", "lse"]
         refs_by_name = dict(zip(names, refs, strict=False)) | scratch
-        block = Block(g, self.options, self.schedule, refs_by_name)
+        block = RowBlock(g, self.options, self.schedule, refs_by_name, interpret=self.interpret)
         block.begin()
         packed = g.stored is not None
         tiles = PackedTiles(block, interpret=self.interpret) if packed else WideTiles(block)

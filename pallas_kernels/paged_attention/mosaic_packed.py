@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.unpack_bytes import (
     unpack_values,
 )
 from pallas_kernels.mosaic.warps import on_warps
-from pallas_kernels.paged_attention.mosaic_block import Block
+from pallas_kernels.paged_attention.mosaic_row import RowBlock
 from pallas_kernels.paged_attention.mosaic_schedule import TILE
 
 # Lower bound of log2(scale) in the running maximum: it keeps the sum of weights within float32.
@@ -34,7 +34,7 @@ _EXPONENT = 0x7F800000
 class PackedTiles:
     """The loop over the tiles of a block's share."""
 
-    def __init__(self, block: Block, *, interpret: bool) -> None:
+    def __init__(self, block: RowBlock, *, interpret: bool) -> None:
         self.block, self.interpret = block, interpret
 
     def attend(self) -> tuple[Array, Array, Array]:

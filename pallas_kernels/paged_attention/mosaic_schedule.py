@@ -26,7 +26,7 @@ _FEW_BLOCKS = 66
 # Most elements of a block's accumulator: 32 registers per thread.
 MAX_ACCUMULATOR = 4096
 # Shared memory of Mosaic's reductions, and of mbarriers.
-_OTHER_BYTES = 2048 + 256
+OTHER_BYTES = 2048 + 256
 # Most resident blocks per SM: each thread has up to 128 registers.
 _MOST_RESIDENT = 4
 # Least tiles per share for which a second launch, which combines more shares, saves more time than it costs. An 8-bit
@@ -131,7 +131,7 @@ class Geometry:
         if schedule.cluster > 1:
             arrays += [4 * queries * schedule.cluster, 4 * self.columns * TILE * schedule.cluster]
         return (
-            sum(ceil(size / SHARED_ALIGNMENT) * SHARED_ALIGNMENT for size in arrays) + _OTHER_BYTES
+            sum(ceil(size / SHARED_ALIGNMENT) * SHARED_ALIGNMENT for size in arrays) + OTHER_BYTES
         )
 
 

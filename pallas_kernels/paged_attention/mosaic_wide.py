@@ -11,13 +11,13 @@ from jax import Array, lax
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA, multiply
-from pallas_kernels.paged_attention.mosaic_block import Block
+from pallas_kernels.paged_attention.mosaic_row import RowBlock
 
 
 class WideTiles:
     """The loop over the tiles of a block's share."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: RowBlock) -> None:
         self.block = block
 
     def attend(self) -> tuple[Array, Array, Array]:

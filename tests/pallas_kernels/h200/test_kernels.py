@@ -16,7 +16,7 @@ PROGRAMS = {
         **{"skinny": 5, "states": 5, "sums": 2, "writes": 6},
     },
     "rest": {
-        **{"choices": 4, "decode": 6, "grouped": 19, "ragged": 3},
+        **{"choices": 4, "decode": 9, "grouped": 19, "ragged": 3},
         **{"skinny": 23, "states": 5, "sums": 5, "writes": 3},
     },
 }
