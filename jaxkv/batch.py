@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._pytree import pytree, static_field
 from jaxkv.sampling.batch import SamplingBatch
+from pallas_kernels.shared_keys import SharedKeys
 
 
 @pytree
@@ -18,10 +19,12 @@ class PagedTables:
         page_table: page ids of each row, padded with a valid id whose contents are masked.
         write_slots: slot (`page * page_size + offset`) of each token. Token r has the slot `num_slots + r`, out of
             range, if it is padding, or if a shared page holds it already.
+        shared: rows that begin with the same pages; `None` in programs that read each row's keys for it alone.
     """
 
     page_table: Int[Array, "rows table_width"]
     write_slots: Int[Array, " tokens"]
+    shared: SharedKeys | None = None
 
 
 @pytree

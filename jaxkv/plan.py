@@ -42,7 +42,7 @@ from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.runner.buckets import power_of_two_buckets
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.program_specs import StepSpec
-from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
+from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of, may_share_keys
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.sampling.register_processors import register_processors
@@ -428,6 +428,7 @@ def _programs(
         lora=False,
         drafts=0 if engine.speculation is None else engine.speculation.tokens,
         drafter=text_drafter_of(engine.speculation, layout),
+        shares=may_share_keys(layout, model.implementation, batch_invariant=model.batch_invariant),
     )
     singles = shapes.declare_all(Features())
     steps = 1 if engine.pinned_shapes else engine.steps_per_launch
@@ -450,7 +451,7 @@ def _programs(
         if isinstance(spec, StepSpec):
             pages = max(spec.table_widths, default=0)
             sizes = f"{spec.rows:5d} rows {spec.tokens:6d} tokens {pages:5d} pages per row"
-        lines.append(f"  {spec.name:24s} {sizes:45s}  {measured}".rstrip())
+        lines.append(f"  {spec.name:26s} {sizes:45s}  {measured}".rstrip())
     return lines
 
 

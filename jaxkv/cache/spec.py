@@ -285,6 +285,19 @@ class CacheLayout:
         most = [group.spec.expands for group in self.groups if isinstance(group.spec, PagedSpec)]
         return min(filter(None, most), default=0)
 
+    @cached_property
+    def shared_group(self) -> Group | None:
+        """The first group of keys and values in 16 bits that layers read without a window; `None` if there is none.
+
+        Its pages may be read once for several rows that begin with them.
+        """
+        for group in self.paged_groups:
+            wide = all(array.dtype in ("bfloat16", "float16") for array in group.spec.arrays)
+            roles = {array.role for array in group.spec.arrays}
+            if wide and roles == {"key", "value"} and group.window is None:
+                return group
+        return None
+
     @property
     def in_place_groups(self) -> tuple[Group, ...]:
         """Groups whose states a step updates in place; the sampling group is one."""

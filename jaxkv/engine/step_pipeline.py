@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import jax
 
@@ -23,6 +24,7 @@ from jaxkv.engine.steps.in_flight import InFlightStep, UnsampledStep, step_rows_
 from jaxkv.engine.steps.prepare import prepare
 from jaxkv.engine.steps.step_plan import (
     Part,
+    PartColumns,
     StepPlan,
     columns_of,
     first_step,
@@ -163,20 +165,38 @@ class StepPipeline:
         """Returns the spec of the program that runs one step of these parts, or of the first of two."""
         columns = columns_of(parts)
         sequences, starts, counts, *_ = columns
-        features = union([sequence.features for sequence in sequences])
-        needed = self._shapes.choose(
+        choose = partial(
+            self._shapes.choose,
             len(parts),
             sum(counts),
-            features,
+            union([sequence.features for sequence in sequences]),
             total_tokens=max([sequence.reserved for sequence in sequences]),
             mixed=0 in counts,
             fresh=not any(starts),
         )
+        if min(counts) == max(counts) == 1 and self._shares(columns):
+            sharing = self._runner.fit(choose(shares=True))
+            if self._may_share_in(sharing):
+                return sharing
+        needed = choose()
         fitting = self._runner.fit(needed)
         # If the compiled program ran out of memory, a smaller one is compiled instead.
         if self._oom_backoff.avoids(fitting) and not self._runner.programs.strict:
             return needed
         return fitting
+
+    def _shares(self, columns: PartColumns) -> bool:
+        """Returns whether a decode step should read keys once with which several of its rows begin."""
+        numbers = [sequence.number for sequence in columns.sequences]
+        return self._shapes.may_share(len(numbers)) and self._sequence_runner.shares_keys(
+            numbers, columns.starts
+        )
+
+    def _may_share_in(self, fitting: StepSpec) -> bool:
+        """Returns whether a program is one that reads shared keys once, and may run; else another one runs the step."""
+        if not fitting.shares or self._oom_backoff.avoids(fitting):
+            return False
+        return self._runner.has(fitting) or not self._runner.programs.is_closed
 
     def _dispatch(self, planned: Sequence[Part], steps: int) -> None:
         """Sends the parts as one program of several tokens per row, as one step, or as the largest step not avoided.
@@ -188,7 +208,10 @@ class StepPipeline:
             shape = self._verify_shape(planned)
         else:
             several = steps > 1
-            shape = self._multi_step.shape(planned) if several else None
+            shape = None
+            if several:
+                shares = self._shares(columns_of(planned))
+                shape = self._multi_step.shape(planned, shares=shares)
         if shape is not None and self._send_several(planned, shape):
             return
         if any(part.sequence.unread_drafts for part in planned):

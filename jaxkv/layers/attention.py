@@ -232,6 +232,7 @@ def _mix(
             sinks=sinks,
             k_scales=k_scales,
             v_scales=v_scales,
+            shared=tables.shared,
             implementation=member(implementation, "paged_attention"),
         )
     else:

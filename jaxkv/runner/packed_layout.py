@@ -14,11 +14,13 @@ from jaxkv.batch import PagedTables, StateTables, StepBatch
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.sample_spec import SampleSpec
+from jaxkv.runner.shared_rows import FEWEST_SHARING
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN, fields_for
 from jaxkv.sampling.processors import NO_PROCESSORS, LogitsProcessors
 from jaxkv.sampling.token_mask import num_words
+from pallas_kernels.shared_keys import ROWS_PER_TILE, SharedKeys
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ def int_fields(
         num_slots = counts[group.name] * group.page_size
         fields.append(Field(f"{group.name}.page_table", (shape.rows, width)))
         fields.append(Field(f"{group.name}.write_slots", tokens, num_slots, counted=True))
+    if shape.shares:
+        tiles = shape.rows // FEWEST_SHARING
+        fields.append(Field("shared_rows", (tiles * ROWS_PER_TILE,), shape.rows))
+        fields.append(Field("shared_places", rows, tiles * ROWS_PER_TILE))
+        fields.append(Field("shared_lens", (tiles,)))
     if shape.pending_checkpoints:
         # Padding ascends past the end of every row, so that it writes no state.
         fields.append(
@@ -269,12 +276,15 @@ class PackedLayout:
         """
         int_places, float_places = self.arrangements(shape)
         fields = int_places.split(ints) | float_places.split(floats)
+        names = [f"shared_{name}" for name in SharedKeys._fields]
+        shared = SharedKeys(*(fields[name] for name in names)) if shape.shares else None
         paged = tuple(
             PagedTables(
                 # Without the barrier, XLA passes kernels a slice of the packed array by a fusion that command buffers
                 # do not support. The step would then be split into several CUDA graphs.
                 page_table=lax.optimization_barrier(fields[f"{group.name}.page_table"]),
                 write_slots=fields[f"{group.name}.write_slots"],
+                shared=shared if group is self.layout.shared_group else None,
             )
             for group in self.layout.paged_groups
         )

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxkv.cache.page_allocator import PageAllocator
+from jaxkv.cache.page_allocator import PageAllocator, SequenceView
 from jaxkv.cache.spec import Group
 from jaxkv.runner.packed_layout import PackedLayout
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.row_table import RowTable
 from jaxkv.runner.rows import Row, StepRows, num_masks
 from jaxkv.runner.sample_spec import SampleSpec
+from jaxkv.runner.shared_rows import SharedRows, find_shared
+from pallas_kernels.shared_keys import ROWS_PER_TILE
 
 
 class Packer:
@@ -32,6 +34,9 @@ class Packer:
         self._paged, self._recurrent = layout.paged_groups, layout.state_groups
         self._keeps_outputs = layout.keeps_outputs
         self._row_table = RowTable(layout, self.counts)
+        self._shared_group = layout.shared_group
+        # What the last call of `shared_rows` found, and for which sequences.
+        self._sharing: tuple[list[SequenceView], SharedRows | None] = [], None
 
     def pack(
         self, shape: StepSpec, rows: StepRows | Sequence[Row], allocator: PageAllocator
@@ -82,9 +87,35 @@ class Packer:
             fields["drafts"][:count] = rows.drafts
         for group in self._paged:
             self._fill_pages(group, fields, rows, starts, entries, owner, positions, last_lens)
+        if shape.shares:
+            self._fill_shared(fields, self.shared_rows(rows.sequences, rows.starts, allocator))
         self._fill_states(fields, rows, allocator, bounds)
         self._fill_sampling(fields | float_places.split(floats), rows, entries)
         return ints, floats
+
+    def shared_rows(
+        self, sequences: Sequence[int], starts: Sequence[int], allocator: PageAllocator
+    ) -> SharedRows | None:
+        """Returns which rows of a decode step begin with the same pages; `None` if too few do.
+
+        It looks for them when the sequences, or their order, are not those of the last call: full pages of a sequence
+        stay what they are while it generates.
+
+        Args:
+            sequences: their numbers in the allocator.
+            starts: the position of each one's new token.
+            allocator: holds their pages.
+        """
+        group = self._shared_group
+        if group is None:
+            return None
+        held = allocator.held_by(sequences)
+        if held != self._sharing[0]:
+            pages = [one.pages[group.name] for one in held]
+            token_bytes = sum(array.nbytes for array in group.spec.arrays)
+            found = find_shared(pages, starts, page_size=group.page_size, token_bytes=token_bytes)
+            self._sharing = held, found
+        return self._sharing[1]
 
     def pack_sampling(
         self, spec: SampleSpec, rows: StepRows, allocator: PageAllocator
@@ -243,6 +274,34 @@ class Packer:
             nowhere = self.counts[name] * size + np.arange(len(positions))
             slots = np.where(positions < covered[owner], nowhere, slots)
         fields[f"{name}.write_slots"][: len(positions)] = slots
+
+    def _fill_shared(self, fields: Mapping[str, np.ndarray], shared: SharedRows | None) -> None:
+        """Fills the rows that begin with the same pages.
+
+        Raises:
+            ValueError: their page tables differ; the device would read another row's keys.
+        """
+        if shared is None:
+            return
+        assert self._shared_group is not None, "without it nothing is shared"
+        rows, places = shared.rows, shared.places
+        of_place = fields["shared_rows"]
+        of_place[places] = rows
+        lens = shared.lens[places // ROWS_PER_TILE]
+        firsts = of_place[places // ROWS_PER_TILE * ROWS_PER_TILE]
+        pages = lens // self._shared_group.page_size
+        table = fields[f"{self._shared_group.name}.page_table"][:, : pages.max()]
+        is_shared = np.arange(table.shape[1]) < pages[:, None]
+        wrong = ((table[rows] != table[firsts]) & is_shared).any(1)
+        wrong |= fields["seq_lens"][rows] <= lens
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"row {rows[at]} of a step does not begin with the same {lens[at]} tokens as row {firsts[at]}, so "
+                f"their keys must not be read together; this is an error in the records of pages"
+            )
+        fields["shared_places"][rows] = places
+        fields["shared_lens"][: len(shared.lens)] = shared.lens
 
     def _fill_states(
         self,

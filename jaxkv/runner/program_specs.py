@@ -115,6 +115,7 @@ class StepSpec(ProgramSpec["Runner"]):
         steps: decode steps that it runs in sequence.
         drafts: most drafts of a row that it verifies; 0 for a program that verifies none.
         drafter: makes the next drafts at the end of a program that verifies some; `None` if the host makes them.
+        shares: True for a decode program that reads keys once for several rows that begin with the same pages.
         masks: most different masks of rows with a grammar; 0 without `features.grammar`. Only steps that verify drafts
             have any: others with such rows are `forward_only`.
     """
@@ -130,6 +131,7 @@ class StepSpec(ProgramSpec["Runner"]):
     steps: int = 1
     drafts: int = 0
     drafter: TextDrafter | None = None
+    shares: bool = False
     masks: int = 0
 
     @property
@@ -147,7 +149,7 @@ class StepSpec(ProgramSpec["Runner"]):
         several += f"_{self.drafts}_drafts" if self.drafts else ""
         several += "_and_next" if self.drafter is not None else ""
         several += f"_{self.masks}_masks" if self.masks else ""
-        before = "forward_" * self.forward_only + "fresh_" * self.fresh
+        before = "forward_" * self.forward_only + "fresh_" * self.fresh + "sharing_" * self.shares
         return f"{before}{self.kind}_{sizes}{several}"
 
     def sizes(self) -> dict[str, Size]:
@@ -162,6 +164,7 @@ class StepSpec(ProgramSpec["Runner"]):
             "steps": self.steps if self.steps > 1 else None,
             "drafts": self.drafts or None,
             "drafts_next": self.drafter is not None,
+            "shares": self.shares,
             "masks": self.masks or None,
         }
 
@@ -178,6 +181,8 @@ class StepSpec(ProgramSpec["Runner"]):
             # A program of more drafts can also verify fewer, but a step without drafts is another program.
             and (self.drafts >= needed.drafts > 0 or self.drafts == needed.drafts)
             and self.drafter == needed.drafter
+            # A program without shared reads runs any step, only slower.
+            and self.shares <= needed.shares
             and self.masks >= needed.masks
             # A program that reads pages can also run fresh rows, but not the other way round.
             and (needed.fresh or not self.fresh)
@@ -196,12 +201,13 @@ class StepSpec(ProgramSpec["Runner"]):
             and self.table_widths == needed.table_widths
             and self.features == needed.features
             and self.fresh == needed.fresh
+            and self.shares == needed.shares
         )
 
     @property
     def order_of_cost(self) -> tuple[int, ...]:
-        """Sort key: tokens, then rows, then drafts, then masks, then programs that read no pages first."""
-        return self.tokens, self.rows, self.drafts, self.masks, not self.fresh
+        """Sort key: tokens, rows, drafts, masks; then programs that read no pages or share reads first."""
+        return self.tokens, self.rows, self.drafts, self.masks, not self.fresh, not self.shares
 
     def lowering(self, runner: Runner) -> Lowering:
         """Returns the step: `cache, packed tokens = run(params, cache, *packed)`, which donates the cache.

@@ -72,6 +72,15 @@ class SequenceRunner:
         finally:
             self.allocator.release(sequence)
 
+    def shares_keys(self, sequences: Sequence[int], starts: Sequence[int]) -> bool:
+        """Returns whether a decode step of these sequences should read the keys once with which several begin.
+
+        Args:
+            sequences: their numbers in the allocator.
+            starts: the position of each one's new token.
+        """
+        return self.packer.shared_rows(sequences, starts, self.allocator) is not None
+
     def step(self, shape: StepSpec, rows: StepRows | Sequence[Row]) -> Array:
         """Dispatches one step and returns its packed tokens, which may not be computed yet.
 

@@ -22,6 +22,7 @@ from jaxkv.runner.buckets import (
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
 from jaxkv.runner.sample_spec import SampleSpec
+from jaxkv.runner.shared_rows import FEWEST_PROGRAM_ROWS, may_save
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import LOGPROB_SIZES, features_of
 from jaxkv.step.text_drafter import TextDrafter
@@ -63,6 +64,17 @@ def grain_of(implementation: str) -> Grain:
     return FINE if implementation == "xla" else COARSE
 
 
+def may_share_keys(layout: CacheLayout, implementation: str, *, batch_invariant: bool) -> bool:
+    """Returns whether decode programs come in a second form, which reads keys once that rows share.
+
+    Args:
+        layout: the cache's groups.
+        implementation: the implementation of the model's ops; XLA reads all keys of each row.
+        batch_invariant: whether no row's bits may depend on the others.
+    """
+    return implementation != "xla" and not batch_invariant and layout.shared_group is not None
+
+
 _FEWEST_VERIFIED = 8
 """Tokens of the smallest program that verifies drafts: kernels compute rows of products by eights."""
 
@@ -92,6 +104,7 @@ class StepShapes:
         lora: rows may name adapters.
         drafts: most drafts of a row in steps that verify them; 0 for no such steps.
         drafter: makes the next drafts at the end of such steps; `None` if the host makes them.
+        shares: decode programs come in a second form, see `may_share_keys`.
 
     Attributes:
         token_buckets: tokens of prefill programs, ascending.
@@ -117,6 +130,7 @@ class StepShapes:
         lora: bool = False,
         drafts: int = 0,
         drafter: TextDrafter | None = None,
+        shares: bool = False,
     ) -> None:
         most = max(token_budget, max_tokens) if whole_prompts else token_budget
         self._paged = layout.paged_groups
@@ -132,6 +146,10 @@ class StepShapes:
         )
         # Every power of two up to 64: with rows to spare, attention divides each row among too few blocks.
         self.decode_rows = token_buckets(max_rows, per_octave=4, minimum=1)
+        self._shared_bytes = 0
+        if shares and not pinned and layout.shared_group is not None:
+            self._shared_bytes = sum(array.nbytes for array in layout.shared_group.spec.arrays)
+        self._sharing_rows = power_of_two_buckets(FEWEST_PROGRAM_ROWS, max_rows)
         self._max_rows = max_rows
         self.drafts, self.drafter = drafts, drafter
         self.token_budget = token_budget
@@ -165,6 +183,7 @@ class StepShapes:
         total_tokens: int,
         mixed: bool = False,
         fresh: bool = False,
+        shares: bool = False,
     ) -> StepSpec:
         """Returns the program for a step. With features for grammars it is `forward_only`, and `sampler` is run next.
 
@@ -175,16 +194,24 @@ class StepShapes:
             total_tokens: tokens that the page tables must cover.
             mixed: some rows have no new token, so others may have several.
             fresh: all rows begin at their first token.
+            shares: a decode step reads shared keys once; allowed where `may_share` says so.
         """
         if self.pinned:
             return self._largest()
         length = bucket(total_tokens, self.lengths)
         if new_tokens == rows and not mixed:
+            if shares:
+                rows = bucket(rows, self._sharing_rows)
+                return _without_masks(self._decode(rows, length, features, shares=True))
             return _without_masks(self._decode(bucket(rows, self.decode_rows), length, features))
         tokens = bucket(max(new_tokens, rows), self.token_buckets)
         if fresh and tokens <= self._expands:
             return _without_masks(self._fresh(tokens, features))
         return _without_masks(self._prefill(tokens, length, features))
+
+    def may_share(self, rows: int) -> bool:
+        """Returns whether decode steps of so many rows may read shared keys once."""
+        return may_save(rows, self.lengths[-1], self._shared_bytes)
 
     def sampler(self, shape: StepSpec, features: Features, masks: int) -> SampleSpec:
         """Returns the program that samples after a `forward_only` one.
@@ -258,6 +285,13 @@ class StepShapes:
             for count in _up_to(rows, self.decode_rows)
             for length in lengths
         ]
+        most_rows, most_tokens = rows or self._max_rows, total_tokens or lengths[-1]
+        decode += [
+            self._decode(count, length, features, shares=True)
+            for count in _up_to(rows, self._sharing_rows)
+            for length in lengths
+            if may_save(min(count, most_rows), min(length, most_tokens), self._shared_bytes)
+        ]
         sizes = _up_to(new_tokens, self.token_buckets)
         fresh = [self._fresh(tokens, features) for tokens in sizes if tokens <= self._expands]
         verify = {
@@ -285,8 +319,11 @@ class StepShapes:
             self._prefill(self.token_buckets[-1], self.lengths[-1], self._features)
         )
 
-    def _decode(self, rows: int, length: int, features: Features) -> StepSpec:
-        return StepSpec(rows, rows, self._widths(length), features, decode=True)
+    def _decode(
+        self, rows: int, length: int, features: Features, *, shares: bool = False
+    ) -> StepSpec:
+        widths = self._widths(length)
+        return StepSpec(rows, rows, widths, features, decode=True, shares=shares)
 
     def _fresh(self, tokens: int, features: Features) -> StepSpec:
         # It does not read its page tables, so the longest tables cost nothing.

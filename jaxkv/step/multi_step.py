@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.batch import PagedTables, StateTables, StepBatch
+from jaxkv.batch import StateTables, StepBatch
 from jaxkv.cache.state import Cache
 from jaxkv.models.protocol import Model, Params
 from jaxkv.sampling.batch import SamplingBatch
@@ -63,8 +63,8 @@ def batch_at(
     later = index > 0
     positions = jnp.where(running, first.positions + index, 0)
     paged = tuple(
-        PagedTables(
-            page_table=tables.page_table,
+        replace(
+            tables,
             # The first step's token may be in a shared page, which it must not write. Later tokens never are.
             write_slots=jnp.where(
                 later, slots_at(tables, positions, running, page_size), tables.write_slots

@@ -140,6 +140,7 @@ def lowerings():
     )
     step = StepSpec(tokens=ROWS, rows=ROWS, table_widths=(WIDTH,), decode=True)
     many = StepSpec(tokens=64, rows=64, table_widths=(WIDTH,), decode=True)
+    sharing = dataclasses.replace(many, shares=True)
     drawn = dataclasses.replace(step, features=Features(draws=True, filters=True))
     processed = dataclasses.replace(step, features=Features(draws=True, processors=True))
     adapted = dataclasses.replace(step, features=Features(lora=True))
@@ -217,6 +218,10 @@ def lowerings():
         # The loop alone; `generate` has kernels. Prompts of one token have the step of those after it.
         "generate_short": lambda: generated(sequence_runner("xla", layers=1), step),
         "decode_64_rows": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(many),
+        "decode_sharing": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(sharing),
+        "multi_step_sharing": lambda: sequence_runner("mosaic_gpu", rows=64).runner.program(
+            dataclasses.replace(sharing, steps=4)
+        ),
         "decode_drawn": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(drawn),
         "decode_weighed": lambda: sequence_runner("mosaic_gpu", layers=1).runner.program(weighed),
         # The two programs of a step that has rows with a grammar.

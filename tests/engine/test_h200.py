@@ -15,6 +15,7 @@ from tests.engine.h200_host import LAYERS
 CHOOSING, MANY_ROWS = ("decode_drawn", "decode_weighed", "decode_processed"), "decode_64_rows"
 PROCESSED = ("decode_processed", "multi_step_processed", "readmit_processed")
 IN_TWO = ("forward", "sample")
+SHARING = ("decode_sharing", "multi_step_sharing")
 ADAPTED = "decode_adapted"
 INVARIANT = "prefill_invariant"
 VERIFY = ("verify", "verify_followed", "verify_weighed")
@@ -22,11 +23,11 @@ DRAFTS = ("draft", "draft_head", "catch_up_head", "put_drafts")
 # Of a model that keeps hidden states for a head.
 KEEPING = ("decode_keeping", "verify_keeping")
 STEPS = (
-    *("decode", "decode_best", MANY_ROWS, *CHOOSING, *IN_TWO, ADAPTED),
+    *("decode", "decode_best", MANY_ROWS, SHARING[0], *CHOOSING, *IN_TWO, ADAPTED),
     *("prefill", INVARIANT, *VERIFY, *KEEPING),
 )
 GENERATES = ("generate_short", "generate")
-GOOD = (*STEPS, "multi_step", "multi_step_processed", *GENERATES)
+GOOD = (*STEPS, "multi_step", "multi_step_processed", SHARING[1], *GENERATES)
 BESIDE = ("copy", "readmit", "readmit_processed")
 ODD, LATE, SWAPPED = "one_page", "read_late", "swapped"
 BAD = (SWAPPED, LATE, "scanned")
@@ -83,7 +84,7 @@ SAMPLED_BY = {
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS)
 SLOW_BATCHES = (
     # A loop of steps is one of the fast programs too: `multi_step`.
-    (MANY_ROWS, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, *GENERATES),
+    (MANY_ROWS, *SHARING, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, *GENERATES),
     # What is refused here is refused by tests/programs/test_audit.py too; a scan stays fast.
     (ODD, LATE, SWAPPED, INVARIANT, *VERIFY, *WINDOWS),
     (*DRAFTS, *KEEPING),
@@ -106,6 +107,8 @@ KERNELS = {
     "decode": 0,
     "decode_best": 6 * DEEP + 1,
     MANY_ROWS: 6 * 2 + 1,
+    # One more per layer for the keys that rows share.
+    **dict.fromkeys(SHARING, 7 * 2 + 1),
     ADAPTED: 7 + 1,
     # The logits are in the second program.
     IN_TWO[0]: 6,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.cache.spec import LayerSpec, group_layers
-from jaxkv.cache.variants import gqa, sampling
+from jaxkv.cache.variants import gqa, sampling, window
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.runner.buckets import (
     LOOSE_TOKENS,
@@ -20,7 +20,7 @@ from jaxkv.runner.buckets import (
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row
 from jaxkv.runner.sample_spec import SampleSpec
-from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes, grain_of
+from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes, grain_of, may_share_keys
 from jaxkv.sampling.features import Features
 from tests.example_counts import examples
 
@@ -32,9 +32,9 @@ LAYOUT = group_layers(
 )
 
 
-def shapes(**options):
+def shapes(layout=LAYOUT, **options):
     limits = {"max_tokens": 4096, "max_rows": 100, "token_budget": 2048, "whole_prompts": False}
-    return StepShapes(LAYOUT, **limits | options)
+    return StepShapes(layout, **limits | options)
 
 
 def rows(*counts):
@@ -255,3 +255,83 @@ def test_adapters_are_for_the_first_of_two_programs_alone():
     step = shapes(lora=True).choose(4, 4, features, total_tokens=64)
     assert step.features == Features(lora=True)
     assert shapes(lora=True).sampler(step, features, 1).features == Features(grammar=True)
+
+
+GREEDY = Features()
+
+
+def test_decode_steps_may_read_shared_keys_once_in_few_more_programs():
+    sizes = {"layout": WIDE, "max_rows": 256, "grain": COARSE}
+    plain, sharing = shapes(**sizes), shapes(**sizes, shares=True)
+    assert [plain.may_share(rows) for rows in (20, 256)] == [False, False]
+    assert [sharing.may_share(rows) for rows in (4, 20, 256)] == [False, True, True]
+    more = set(sharing.declare_all(GREEDY)) - set(plain.declare_all(GREEDY))
+    assert {spec.rows for spec in more if spec.shares} == {64, 128, 256}
+    assert sharing.declare_all(GREEDY, rows=3) == plain.declare_all(GREEDY, rows=3)
+    few = sharing.declare_all(GREEDY, rows=20)
+    assert {spec.rows for spec in few if spec.shares} == {64}
+    short = sharing.declare_all(GREEDY, total_tokens=1024)
+    assert {spec.rows for spec in short if spec.shares} == {128, 256}, "64 rows save 7/8 of 256 MiB"
+
+
+@given(st.integers(19, 200), st.integers(1, 4096), st.booleans())
+def test_every_step_that_shares_keys_has_a_declared_program(rows, total, grammar):
+    made = shapes(WIDE, max_rows=200, grain=COARSE, shares=True)
+    features = Features(grammar=grammar)
+    spec = made.choose(rows, rows, features, total_tokens=total, shares=True)
+    assert spec.shares
+    assert spec.rows >= rows
+    assert spec in made.declare_all(features)
+
+
+@pytest.mark.parametrize("options", [{"pinned": True}, {"max_rows": 3}], ids=str)
+def test_steps_that_must_not_share_have_no_such_program(options):
+    made = shapes(WIDE, grain=COARSE, shares=True, **options)
+    assert not made.may_share(100 if "pinned" in options else 3)
+    assert not any(getattr(spec, "shares", False) for spec in made.declare_all(GREEDY))
+
+
+def test_a_program_without_shared_reads_runs_any_step_but_not_the_other_way_round():
+    made = shapes(WIDE, max_rows=256, grain=COARSE, shares=True)
+    plain, sharing = (
+        made.choose(256, 256, GREEDY, total_tokens=10, shares=shares) for shares in (False, True)
+    )
+    assert plain.serves(sharing)
+    assert not sharing.serves(plain)
+    assert not plain.costs_like(sharing)
+    assert sharing.order_of_cost < plain.order_of_cost
+    assert (plain.name, sharing.name) == ("decode_256x256x256", "sharing_decode_256x256x256")
+
+
+WIDE, LONG = (
+    group_layers((LayerSpec(0, gqa(8, 128, dtype=dtype, page_size=16)),))
+    for dtype in ("bfloat16", "float32")
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "implementation", "invariant", "shares"),
+    [
+        (WIDE, "mosaic_gpu", False, True),
+        (WIDE, "xla", False, False),
+        (WIDE, "mosaic_gpu", True, False),
+        (LONG, "mosaic_gpu", False, False),
+        (
+            group_layers((LayerSpec(0, gqa(1, 8, dtype="int8", page_size=16)),)),
+            "mosaic_gpu",
+            False,
+            False,
+        ),
+        (
+            group_layers((LayerSpec(0, window(1, 8, window=4, dtype="bfloat16", page_size=16)),)),
+            "mosaic_gpu",
+            False,
+            False,
+        ),
+    ],
+    ids=["16 bits", "xla", "batch invariant", "32 bits", "8 bits", "a window"],
+)
+def test_only_kernels_read_shared_keys_and_only_of_16_bits_without_a_window(
+    layout, implementation, invariant, shares
+):
+    assert may_share_keys(layout, implementation, batch_invariant=invariant) is shares

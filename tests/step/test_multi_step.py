@@ -12,7 +12,8 @@ from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.step.loop import NOWHERE
-from jaxkv.step.multi_step import decode_steps
+from jaxkv.step.multi_step import batch_at, decode_steps
+from pallas_kernels.shared_keys import SharedKeys
 
 PAGES, PAGE, ROWS, STEPS = 6, 4, 3, 3
 
@@ -51,16 +52,13 @@ def at(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-def written_by(starts, left, write_slots, given=None):
-    """Returns the slots after several decode steps; the first token of row r is 10 * r + 10."""
+def first_batch(starts, write_slots, given=None, shared=None):
+    """The first token of row r is 10 * r + 10."""
     features = Features() if given is None else Features(logprobs=0)
     values = {} if given is None else {"given": given}
-    cache = Cache(
-        arrays=(jnp.zeros(PAGES * PAGE, jnp.int32), jnp.zeros(ROWS, jnp.int32)),
-        keys=((0, "k"), (1, "last_token")),
-    )
-    tables = PagedTables(page_table=at(0, 1, 2, 3, 4, 5).reshape(3, 2), write_slots=write_slots)
-    first = StepBatch(
+    table = at(0, 1, 2, 3, 4, 5).reshape(3, 2)
+    tables = PagedTables(page_table=table, write_slots=write_slots, shared=shared)
+    return StepBatch(
         tokens=at(10, 20, 30),
         positions=starts,
         cu_q_lens=at(0, 1, 2, 3),
@@ -72,6 +70,15 @@ def written_by(starts, left, write_slots, given=None):
         ),
         decode=True,
     )
+
+
+def written_by(starts, left, write_slots, given=None):
+    """Returns the slots after several decode steps."""
+    cache = Cache(
+        arrays=(jnp.zeros(PAGES * PAGE, jnp.int32), jnp.zeros(ROWS, jnp.int32)),
+        keys=((0, "k"), (1, "last_token")),
+    )
+    first = first_batch(starts, write_slots, given)
     cache, chosen = decode_steps(Scribe(), {}, cache, first, left, page_sizes=(PAGE,), steps=STEPS)
     return np.asarray(cache.arrays[0]), np.asarray(chosen.tokens)
 
@@ -91,6 +98,12 @@ def test_a_token_that_lies_in_anothers_page_already_is_not_written_again():
     """A recurrent model computes the token for its states alone. Others may read the page, and would get other bits."""
     slots, _ = written_by(at(3, 3, 0), at(3, 2, 1), at(NOWHERE, 11, 16))
     assert slots[:8].tolist() == [0, 0, 0, 0, 12, 13, 0, 0]
+
+
+def test_rows_share_the_same_keys_in_all_steps():
+    shared = SharedKeys(*(jnp.zeros(size, jnp.int32) for size in (8, ROWS, 1)))
+    first = first_batch(at(2, 3, 0), at(2, 11, 16), shared=shared)
+    assert batch_at(first, at(2)[0], at(1, 1, 1) > 0, (PAGE,)).paged[0].shared is shared
 
 
 def test_each_step_takes_the_token_that_a_row_is_given_for_it():

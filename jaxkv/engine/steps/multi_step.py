@@ -112,8 +112,18 @@ class MultiStep:
             seen, waited = seen // 2, waited // 2
         self._measured[shape] = seen + 1, waited + idle
 
-    def shape(self, parts: Sequence[Part]) -> StepSpec | None:
-        """Returns the program that runs several steps of these parts; `None` to send them one by one."""
+    def shape(self, parts: Sequence[Part], *, shares: bool = False) -> StepSpec | None:
+        """Returns the program that runs several steps of these parts; `None` to send them one by one.
+
+        Args:
+            parts: the decode parts.
+            shares: whether the program should read keys once with which several of them begin, if there is such a one.
+        """
+        needed = self._shape(parts, shares=True) if shares else None
+        return self._shape(parts, shares=False) if needed is None else needed
+
+    def _shape(self, parts: Sequence[Part], *, shares: bool) -> StepSpec | None:
+        """Returns the program of one form that runs several steps of these parts; `None` if none may."""
         features = union([part.sequence.features for part in parts])
         if features.min_tokens or features.grammar:
             return None  # The host decides for each token whether stop ids are blocked, and which tokens are allowed.
@@ -122,11 +132,14 @@ class MultiStep:
             len(parts),
             features,
             total_tokens=max(part.sequence.reserved for part in parts),
+            shares=shares,
         )
         automatic = self.chosen.automatic
         if not single.decode or (automatic and not self._device_waits(single)):
             return None
         needed = self._runner.fit(replace(single, steps=self.chosen.number))
+        if shares and not needed.shares:
+            return None
         must_be_compiled = automatic or self._runner.programs.is_closed
         if must_be_compiled and not self._runner.has(needed):
             return None

@@ -148,5 +148,7 @@ def _is_as_large(shape: StepSpec, other: StepSpec) -> bool:
         shape.tokens >= other.tokens
         and shape.rows >= other.rows
         and shape.steps >= other.steps
+        # Programs that share the reads of keys take more memory.
+        and shape.shares >= other.shares
         and all(one >= another for one, another in widths)
     )

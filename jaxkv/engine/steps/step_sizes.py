@@ -8,7 +8,7 @@ from jaxkv.config.speculation import SpeculationConfig
 from jaxkv.engine.steps.multi_step import MultiStep
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.runner.sequence_runner import SequenceRunner
-from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of
+from jaxkv.runner.step_shapes import StepShapes, clamp_token_budget, grain_of, may_share_keys
 from jaxkv.step.text_drafter import NgramLookup, NoGuesses, TextDrafter
 
 
@@ -51,6 +51,11 @@ def open_step_sizes(
         lora=runner.adapters is not None,
         drafts=0 if config.speculation is None else config.speculation.tokens,
         drafter=text_drafter_of(config.speculation, runner.layout),
+        shares=may_share_keys(
+            runner.layout,
+            runner.implementation.name,
+            batch_invariant=runner.model.batch_invariant,
+        ),
     )
     oom_backoff = OomBackoff(
         shapes.token_buckets, shapes.decode_rows, whole=whole, refusal=runner.refusal
