@@ -64,6 +64,11 @@ class StepsPerLaunch:
     automatic: bool = False
     rows: int = _FEW_ROWS
 
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of steps that are sent several at a time; `None` for any number."""
+        return self.rows if self.automatic else None
+
     def suits(self, single: StepSpec) -> bool:
         """Returns whether steps of this shape are sent several at a time, if the device is seen to wait."""
         if self.number == 1 or not single.decode or single.forward_only:

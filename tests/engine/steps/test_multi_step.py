@@ -186,6 +186,36 @@ def test_a_request_that_waits_ends_multi_step_programs_until_it_generates():
     assert_equal(first + second, oracle([one.request for one in first + second]))
 
 
+def test_more_rows_than_are_sent_several_at_a_time_are_planned_one_step_at_a_time():
+    """Planning several steps and sending one of them took the host longer than all else."""
+    assert StepsPerLaunch(4, automatic=True, rows=16).most_rows == 16
+    assert StepsPerLaunch(4, rows=16).most_rows is None, (
+        "a number that was asked for is for any rows"
+    )
+    engine = engine_for(steps_per_launch=4, prefix_cache=False)
+    assert engine.scheduler.most_rows_at_once == ROWS
+    engine.scheduler.most_rows_at_once = 1
+    planned, plan = set(), engine.scheduler.plan
+
+    def noted():
+        made = plan()
+        planned.add((len(made.parts), made.steps))
+        return made
+
+    engine.scheduler.plan = noted
+    served = start_two(engine)
+    engine.run(served)
+    assert {(2, 1), (1, 4)} <= planned
+    assert (2, 4) not in planned
+    assert_equal(served, oracle([one.request for one in served]))
+
+
+def start_two(engine):
+    """Requests of which one generates for longer than the other."""
+    requests = (request_of([1, 2, 3], max_tokens=9), request_of([4, 5], max_tokens=30))
+    return [engine.add([request])[0] for request in requests]
+
+
 def test_rows_whose_stop_ids_are_blocked_take_one_step_at_a_time():
     engine = engine_for(steps_per_launch=4)
     for least, most in ((0, 4), (5, 1)):
