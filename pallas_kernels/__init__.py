@@ -13,8 +13,9 @@ Rule for every file here: no models, no requests, no page allocation. Callers pa
 - Sampling: `filter_bounds` (top-k and top-p thresholds).
 
 The ops are loaded on first use, so importing a host module such as `pallas_kernels.dispatch` does not import JAX.
-`pallas_kernels.<op>` is the function. The ops are the public API; everything else is private. An op's files are
-imported with `from pallas_kernels.<op> import <file>`.
+`pallas_kernels.<op>` is the function. The ops and `pallas_kernels.shared_keys.SharedKeys`, an argument of
+`paged_attention`, are the public API; everything else is private. An op's files are imported with
+`from pallas_kernels.<op> import <file>`.
 """
 
 import sys

@@ -43,6 +43,7 @@ def lowerings():
         "decode_filtered_2": (2, replace(step, features=filtered), {}),
         # Logits of more bytes than one sum may put together.
         "decode_searched_2": (2, replace(step, features=filtered), {"vocab_size": 2**19}),
+        "decode_sharing_2": (2, replace(step, tokens=64, rows=64, shares=True), {"rows": 64}),
         "prefill_2": (2, prompts, {}),
         "multi_step_2": (2, several, {}),
         "experts_decode_2": (2, both, experts),

@@ -62,6 +62,7 @@ DIVIDED = "devices_decode_2"
 MORE_DIVIDED = (
     "devices_decode_8",
     *("devices_decode_drawn_2", "devices_decode_filtered_2", "devices_decode_searched_2"),
+    "devices_decode_sharing_2",
     "devices_prefill_2",
     "devices_multi_step_2",
     "devices_experts_decode_2",
