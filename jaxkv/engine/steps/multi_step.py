@@ -168,8 +168,21 @@ class MultiStep:
         return declare_multi_steps(needed, self.chosen)
 
     def _device_waits(self, single: StepSpec) -> bool:
-        seen, waited = self._measured.get(self._runner.fit(single), (0, 0))
-        return seen >= _SAMPLES and 2 * waited > seen
+        """Returns whether the device was seen to wait in such steps, or if few were measured, in those of more rows.
+
+        It takes no longer for fewer rows, so it waits for the host in these too.
+        """
+        fitting = self._runner.fit(single)
+        seen, waited = self._measured.get(fitting, (0, 0))
+        if seen >= _SAMPLES:
+            return 2 * waited > seen
+        return any(
+            shape.rows > fitting.rows
+            and seen >= _SAMPLES
+            and 2 * waited > seen
+            and replace(shape, tokens=fitting.tokens, rows=fitting.rows) == fitting
+            for shape, (seen, waited) in self._measured.items()
+        )
 
 
 def choose_steps(

@@ -313,6 +313,34 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
     assert 4 not in sent[:8]
 
 
+@pytest.mark.parametrize(
+    ("measured", "idle", "waits"),
+    [
+        ([(8, 8)], True, True),
+        ([(8, 8)], False, False),
+        ([(8, 7)], True, False),
+        ([(2, 8)], True, False),
+        ([(8, 8), (4, 8)], True, True),
+    ],
+    ids=["waits", "does not wait", "too few steps", "fewer rows", "waits in both"],
+)
+def test_a_device_that_waited_with_more_rows_is_not_measured_with_fewer(measured, idle, waits):
+    """Steps of 4 rows, after some number of steps with these rows."""
+    engine = engine_for(prefix_cache=False)
+    steps = engine.multi_step
+    single = engine.shapes.choose(4, 4, Features(), total_tokens=20)
+    assert single.decode
+    for rows, count in measured:
+        for _ in range(count):
+            steps.record(replace(single, tokens=rows, rows=rows), idle=idle)
+    assert steps._device_waits(single) is waits
+    other = replace(single, features=Features(draws=True))
+    assert not steps._device_waits(other)
+    for _ in range(8):
+        steps.record(single, idle=False)
+    assert not steps._device_waits(single), "its own steps tell more"
+
+
 def layout_of(model):
     return group_layers((*model.cache_specs(page_size=4, dtype="bfloat16"), SAMPLING))
 
