@@ -31,8 +31,10 @@ _MOST_STAGES = 10
 _ALL_WINDOWS, _SOME_WINDOWS = 4, 2
 # Bytes of x times rows of the weight that an SM's tensor cores multiply per clock: 2048 products of 16 bits.
 _PRODUCTS = 4096
-# Bytes per clock from L2 that one SM reads at most, and that all SMs read together.
+# Bytes per clock from L2 that one SM reads at most, and that all SMs read together in a launch of several waves.
 _BYTES_OF_ONE, _BYTES_OF_ALL = 64, 5400
+# Clocks per turn for which the blocks of a cluster wait for one another.
+_CLUSTER_CLOCKS = 60
 # Rows of x whose tiles are adjacent, so that these rows stay in L2 while the weight is read once.
 _BAND = 2048
 
@@ -70,7 +72,7 @@ class Tiling:
         found = [
             cls._of_size(geometry, size, consumers, cluster)
             for cluster in range(1, _MOST_CLUSTER + 1)
-            for consumers in range(_MOST_CONSUMERS, 0, -1)
+            for consumers in range(1, _MOST_CONSUMERS + 1)
             for size in sizes
         ]
         able = [tiling for tiling in found if tiling.refusal(geometry) is None]
@@ -148,15 +150,16 @@ class Tiling:
     def clocks(self, geometry: Geometry, rows: int) -> float:
         """Returns the estimated clocks per turn of all waves: those of the tensor cores or of L2, whichever are more.
 
-        A stage arrives at one SM no faster than `_BYTES_OF_ONE`. All SMs at work share the rate of L2, from which a
-        cluster reads the rows of x once.
+        A stage arrives at one SM no faster than `_BYTES_OF_ONE`. In a launch of several waves all SMs share the rate of
+        L2, from which a cluster reads the rows of x once; in a single wave 128 SMs were seen to read at their own rate.
         """
         grid = self.grid(geometry, rows)
+        waves = ceil(self.tiles(geometry, rows) / grid)
         multiply = self.height * self.rows * _CHUNK / _PRODUCTS
         arrive = self.slot_bytes(geometry) / _BYTES_OF_ONE
         weight, x = self.weight_bytes(geometry), _CHUNK * self.rows
-        read = (self.cluster * weight + x) * grid / _BYTES_OF_ALL
-        return ceil(self.tiles(geometry, rows) / grid) * max(multiply, arrive, read)
+        read = (self.cluster * weight + x) * grid / _BYTES_OF_ALL if waves > 1 else 0.0
+        return waves * (max(multiply, arrive, read) + _CLUSTER_CLOCKS * (self.cluster - 1))
 
     def weight_bytes(self, geometry: Geometry) -> int:
         """Returns the bytes of the weight in one stage."""

@@ -650,6 +650,24 @@ def test_interpreted_many_rows_have_other_bits_than_folds_of_few(one_by_one):
         assert (found == [wanted[row] for row in rows]) == (folds == 1)
 
 
+FASTEST = {
+    (6144, 4096, 128): (128, 1, 1),
+    (6144, 4096, 256): (128, 2, 1),
+    (4096, 4096, 256): (128, 1, 1),
+    (4096, 14336, 256): (128, 1, 1),
+    (28672, 4096, 128): (128, 2, 2),
+    (4096, 1024, 256): (128, 1, 1),
+}
+"""Columns, size of the contraction, rows -> rows, consumers and cluster of the tiling that was the fastest on an H200."""
+
+
+@pytest.mark.parametrize(("sizes", "fastest"), FASTEST.items(), ids=str)
+def test_many_rows_have_the_tiling_that_was_fastest(sizes, fastest):
+    out, inner, rows = sizes
+    tiling = Tiling.by_rule(Geometry(64, out, inner, False, BFLOAT16), rows)
+    assert (tiling.rows, tiling.consumers, tiling.cluster) == fastest
+
+
 @pytest.mark.parametrize("rows", [65, 300, 512, 2048, 8192])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_number_of_rows_has_a_tiling(case, rows):
