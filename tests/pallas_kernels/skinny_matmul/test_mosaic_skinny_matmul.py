@@ -658,7 +658,7 @@ FASTEST = {
     (28672, 4096, 128): (128, 2, 2),
     (4096, 1024, 256): (128, 1, 1),
 }
-"""Columns, size of the contraction, rows -> rows, consumers and cluster of the tiling that was the fastest on an H200."""
+"""Columns, contraction, rows -> rows, consumers and cluster of the tiling that was the fastest on an H200."""
 
 
 @pytest.mark.parametrize(("sizes", "fastest"), FASTEST.items(), ids=str)
