@@ -31,6 +31,9 @@ _MOST_STAGES = 10
 _ALL_WINDOWS, _SOME_WINDOWS = 4, 2
 # Bytes of x times rows of the weight that an SM's tensor cores multiply per clock: 2048 products of 16 bits.
 _PRODUCTS = 4096
+# Clocks of a turn whose codes are widened in registers: of any block, per consumer, and per row of x. They fit 30 timed
+# products of fp8 and int4 within 12%; a consumer's product and its widening follow one another.
+_WIDEN, _WIDEN_CONSUMER, _WIDEN_ROW = 240, 160, 2.7
 # Bytes per clock from L2 that one SM reads at most, and that all SMs read together in a launch of several waves.
 _BYTES_OF_ONE, _BYTES_OF_ALL = 64, 5400
 # Clocks per turn for which the blocks of a cluster wait for one another.
@@ -65,8 +68,7 @@ class Tiling:
         most = _MOST_ROWS
         if not honours_register_requests():
             # More rows would spill registers where consumers have no more than the producer (168).
-            widens = geometry.packing is not None and not geometry.rounds_rows
-            most = _MOST_WIDENED_OF_168 if widens else _MOST_ROWS_OF_168
+            most = _MOST_WIDENED_OF_168 if _widens(geometry) else _MOST_ROWS_OF_168
         counts = range(ceil(rows / most), ceil(rows / WGMMA_ROWS) + 1)
         sizes = sorted({ceil(rows / (count * WINDOW)) * WINDOW for count in counts}, reverse=True)
         found = [
@@ -148,7 +150,7 @@ class Tiling:
         return min(self.blocks // self.cluster, self.tiles(geometry, rows))
 
     def clocks(self, geometry: Geometry, rows: int) -> float:
-        """Returns the estimated clocks per turn of all waves: those of the tensor cores or of L2, whichever are more.
+        """Returns the estimated clocks per turn of all waves: those of the multiplication or of L2, whichever are more.
 
         A stage arrives at one SM no faster than `_BYTES_OF_ONE`. In a launch of several waves all SMs share the rate of
         L2, from which a cluster reads the rows of x once; in a single wave 128 SMs were seen to read at their own rate.
@@ -156,6 +158,9 @@ class Tiling:
         grid = self.grid(geometry, rows)
         waves = ceil(self.tiles(geometry, rows) / grid)
         multiply = self.height * self.rows * _CHUNK / _PRODUCTS
+        if _widens(geometry):
+            widen = _WIDEN + _WIDEN_CONSUMER * self.consumers + _WIDEN_ROW * self.rows
+            multiply = max(multiply, widen)
         arrive = self.slot_bytes(geometry) / _BYTES_OF_ONE
         weight, x = self.weight_bytes(geometry), _CHUNK * self.rows
         read = (self.cluster * weight + x) * grid / _BYTES_OF_ALL if waves > 1 else 0.0
@@ -176,3 +181,8 @@ class Tiling:
         residuals = 2 * self.residual_windows * WINDOW * self.block_columns(geometry)
         staged = sum(ceil(size / SHARED_ALIGNMENT) * SHARED_ALIGNMENT for size in (sums, residuals))
         return self.stages * self.slot_bytes(geometry) + staged + OTHER_BYTES
+
+
+def _widens(geometry: Geometry) -> bool:
+    """Returns whether codes are widened before they are multiplied."""
+    return geometry.packing is not None and not geometry.rounds_rows
