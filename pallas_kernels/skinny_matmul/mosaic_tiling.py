@@ -32,7 +32,7 @@ _ALL_WINDOWS, _SOME_WINDOWS = 4, 2
 # Bytes of x times rows of the weight that an SM's tensor cores multiply per clock: 2048 products of 16 bits.
 _PRODUCTS = 4096
 # Clocks of a turn whose codes are widened in registers: of any block, per consumer, and per row of x. They fit 30 timed
-# products of fp8 and int4 within 12%; a consumer's product and its widening follow one another.
+# products of fp8 and int4 within 16%; a consumer's product and its widening follow one another.
 _WIDEN, _WIDEN_CONSUMER, _WIDEN_ROW = 240, 160, 2.7
 # Bytes per clock from L2 that one SM reads at most, and that all SMs read together in a launch of several waves.
 _BYTES_OF_ONE, _BYTES_OF_ALL = 64, 5400
