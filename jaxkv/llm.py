@@ -813,6 +813,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         score: bool = False,
         saved_prefixes: bool = False,
+        background: bool = False,
         **options: object,
     ) -> WarmUp:
         """Compiles the programs that `generate`, `stream` and `AsyncLLM` need for such requests; runs none of them.
@@ -820,16 +821,21 @@ class LLM:
         The programs serve shorter requests too. May be called several times. A strict `LLM` then refuses every request
         that needs another program.
 
+        With `background` it returns as soon as a few programs can serve all such requests, and a thread compiles the
+        others meanwhile. Until a step's own program is there, a larger one computes the step with padding, and serving
+        is slower, since the thread runs Python too. `finish_warm_up` waits for the thread.
+
         Args:
             batch: most prompts at once.
             prompt_tokens: tokens of the longest prompt.
             sampling: sampling parameters of the requests; `max_tokens` and `n` count too.
             score: also compile the programs of `score` for texts of `prompt_tokens`.
             saved_prefixes: also compile the programs of `save_prefixes` and `load_prefixes`.
+            background: compile most programs in a thread. Ignored where several processes compute the model.
             options: as for `generate`.
 
         Returns:
-            The number of programs and their compile time.
+            The number of programs and their compile time, without those of the thread.
 
         Raises:
             ValueError: a number is out of range, or an option is unknown.
@@ -856,11 +862,25 @@ class LLM:
                 needed += declare_saved_prefixes(self.engine)
             compile_drafter(self.engine, request, batch * params.n)
             return compile_all(
-                self.engine.runner, needed, progress=self._progress and sys.stderr.isatty()
+                self.engine.runner,
+                needed,
+                progress=self._progress and sys.stderr.isatty(),
+                background=background,
             )
+
+    def finish_warm_up(self) -> None:
+        """Waits for the programs that `warm_up(background=True)` has left to a thread. Any thread may call it.
+
+        Raises:
+            ProgramRefused: one does not update the cache in place; the others are compiled.
+        """
+        self.lock.refuse_if_closed()
+        self.engine.runner.programs.wait()
 
     def save_programs(self, path: str | Path) -> int:
         """Writes all programs that are compiled, such as those of `warm_up`, into a folder for `LLM(programs=...)`.
+
+        It waits for those that a thread compiles, see `finish_warm_up`.
 
         Args:
             path: the new folder.
@@ -874,6 +894,7 @@ class LLM:
             FileExistsError: there is a file or folder at `path`.
             OSError: the folder cannot be written.
         """
+        self.finish_warm_up()
         with self.lock.held():
             runner = self.engine.runner
             refuse_unbundled(self.model, runner.processors, self.engine.config)

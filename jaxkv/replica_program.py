@@ -139,6 +139,10 @@ class Operations:
             lambda: self._llm.warm_up(sampling=params, **options)
         )
 
+    async def finish_warm_up(self) -> None:
+        """See `LLM.finish_warm_up`."""
+        await asyncio.to_thread(self._llm.finish_warm_up)
+
     async def stats(self) -> Stats:
         """See `LLM.stats`."""
         return await self._served.between_steps(self._llm.stats)

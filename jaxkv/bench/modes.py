@@ -133,10 +133,12 @@ def measure_startup(
     return Result(_about(served, workload, engine), outcome)
 
 
-def warm(engine: Engine, workload: Workload, *, progress: bool = False) -> WarmUp:
-    """Compiles all programs that the workload may need."""
+def warm(
+    engine: Engine, workload: Workload, *, progress: bool = False, background: bool = False
+) -> WarmUp:
+    """Compiles all programs that the workload may need; with `background` most of them in a thread."""
     needed = declare_served(engine, workload.example(), workload.requests)
-    return compile_all(engine.runner, needed, progress=progress)
+    return compile_all(engine.runner, needed, progress=progress, background=background)
 
 
 def _about(served: Served, workload: Workload, engine: Engine) -> dict[str, Any]:

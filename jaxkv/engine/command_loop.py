@@ -36,6 +36,7 @@ class CommandLoop:
         lock: the engine's lock, which is lent to the loop.
         after_step: called after each step, to read what the requests got.
         inlet: read between two steps, and waited for while the engine has no work; `None` if all work comes by `put`.
+        when_idle: called before each wait for the inlet; returns whether it did something, so that it is called again.
 
     Attributes:
         step_began: seconds of `time.monotonic` at which the current step began, without its time in compilation;
@@ -44,7 +45,12 @@ class CommandLoop:
     """
 
     def __init__(
-        self, engine: Engine, lock: EngineLock, after_step: Command, inlet: Inlet | None = None
+        self,
+        engine: Engine,
+        lock: EngineLock,
+        after_step: Command,
+        inlet: Inlet | None = None,
+        when_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.step_began: float | None = None
         self.compiling = ""
@@ -52,6 +58,7 @@ class CommandLoop:
         self._lock = lock
         self._after_step = after_step
         self._inlet = inlet
+        self._when_idle = when_idle
         self._stepping = False
         self._later: list[Command] = []
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -105,7 +112,8 @@ class CommandLoop:
                 # An abort has ended the work that they waited for, so there is no next step.
                 self._run_later()
             if inlet is not None:
-                inlet.receive(wait=not self._engine.has_work and self._commands.empty())
+                is_idle = not self._engine.has_work and self._commands.empty()
+                inlet.receive(wait=is_idle and not self._when_idle())
             try:
                 command = self._commands.get(block=inlet is None and not self._engine.has_work)
             except queue.Empty:

@@ -132,7 +132,7 @@ class StepPipeline:
         step, (parts, masks) = unsampled.step, unsampled.settled()
         assert step.sampler is not None, "a step in two programs has a sampler"
         sampler = self._shapes.sampler(step.shape, step.sampler.features, num_masks(masks))
-        if self._runner.programs.is_closed and not self._runner.has(sampler):
+        if not self._runner.may_run(sampler):
             sampler = step.sampler
         try:
             out = self._sequence_runner.sample(sampler, unsampled.arrays, masks)
@@ -196,7 +196,7 @@ class StepPipeline:
         """Returns whether a program is one that reads shared keys once, and may run; else another one runs the step."""
         if not fitting.shares or self._oom_backoff.avoids(fitting):
             return False
-        return self._runner.has(fitting) or not self._runner.programs.is_closed
+        return self._runner.may_run(fitting)
 
     def _dispatch(self, planned: Sequence[Part], steps: int) -> None:
         """Sends the parts as one program of several tokens per row, as one step, or as the largest step not avoided.
@@ -251,7 +251,7 @@ class StepPipeline:
                 masks=num_masks(token_masks_of(columns)) if features.grammar else 0,
             )
         )
-        if self._runner.programs.is_closed and not self._runner.has(needed):
+        if not self._runner.may_run(needed):
             return None
         return None if self._multi_step.avoids(needed) else needed
 

@@ -18,6 +18,8 @@ from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
 from jaxkv.runner.model_runner import ModelRunner
+from jaxkv.runner.program_specs import StepSpec
+from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.runner.weights_checksum import ChecksumSpec
 from jaxkv.sampling.fields import features_for, features_of
 from jaxkv.weights.quantised.weight_forms import has_few_bits, plain_leaves, weight_forms
@@ -25,6 +27,8 @@ from jaxkv.weights.quantised.weight_forms import has_few_bits, plain_leaves, wei
 _LOG = logging.getLogger(__name__)
 _DRIVER_BYTES = 2 * 2**30
 """What the driver and CUDA graphs take outside of JAX's pool, roughly."""
+_MOST_PADDED = 4
+"""Most tokens of a program for each token of a step that it computes while the step's own program is compiled."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class WarmUp:
         host_seconds: seconds of tracing and lowering, which run in one thread.
         temp_bytes: the largest temporary memory of one program.
         sum_bytes: bytes on each GPU that sums over several GPUs keep outside of JAX's pool once all programs have run.
+        pending: number of further programs, which a thread compiles while the others serve.
     """
 
     programs: int
@@ -46,20 +51,26 @@ class WarmUp:
     host_seconds: float
     temp_bytes: int
     sum_bytes: int = 0
+    pending: int = 0
 
     def __str__(self) -> str:
         outside = (
             f"; {self.sum_bytes / 2**30:,.1f} GiB outside of JAX's pool for sums over the GPUs"
         )
+        later = f"; {self.pending} more are compiled in the background"
         return (
             f"{self.programs} programs in {self.seconds:.1f} s ({self.host_seconds:.1f} s of tracing and lowering), "
             f"{self.loaded} of them from disk; up to {self.temp_bytes / 2**20:,.1f} MiB of temporary memory"
-            f"{outside if self.sum_bytes else ''}"
+            f"{outside if self.sum_bytes else ''}{later if self.pending else ''}"
         )
 
 
 def compile_all(
-    runner: ModelRunner, needed: Sequence[ProgramSpec], *, progress: bool = False
+    runner: ModelRunner,
+    needed: Sequence[ProgramSpec],
+    *,
+    progress: bool = False,
+    background: bool = False,
 ) -> WarmUp:
     """Compiles programs in parallel, or loads them from disk, and then seals the manifest.
 
@@ -67,19 +78,27 @@ def compile_all(
         runner: runs the programs.
         needed: their specs; programs that are compiled already are skipped.
         progress: show a progress bar on stderr.
+        background: return as soon as some of them can serve for all, and let a thread compile the others. Where several
+            processes compute the model, all are compiled first.
 
     Raises:
         ProgramRefused: a program does not update the cache in place; the other programs are kept.
     """
     start = time.perf_counter()
     known = set(runner.programs.manifest())
+    first, later = needed, []
+    if background and runner.hosts is None:
+        first, later = divide(needed, [program.spec for program in known])
+    identity = cost_identity(runner.model, runner.params)
     runner.programs.unseal()
     try:
-        compiled = runner.compile_all(needed, progress=progress)
+        compiled = runner.compile_all(first, progress=progress)
+        if later:
+            runner.compile_in_background(later, lambda program: record_costs(identity, [program]))
     finally:
         runner.programs.seal()
     new = [program for program in compiled if program not in known]
-    record_costs(cost_identity(runner.model, runner.params), new)
+    record_costs(identity, new)
     warm_up = WarmUp(
         programs=len(new),
         loaded=sum(program.loaded for program in new),
@@ -87,10 +106,49 @@ def compile_all(
         host_seconds=sum(program.host_seconds for program in new),
         temp_bytes=max((program.report.temp_bytes for program in compiled), default=0),
         sum_bytes=sum(program.report.sum_bytes for program in compiled),
+        pending=runner.programs.pending,
     )
     _LOG.info("warmed up: %s", warm_up)
     warn_of_sums(warm_up.sum_bytes)
     return warm_up
+
+
+def divide(
+    needed: Sequence[ProgramSpec], known: Sequence[ProgramSpec]
+) -> tuple[list[ProgramSpec], list[ProgramSpec]]:
+    """Divides programs into a few that can serve for all, with up to `_MOST_PADDED` times the tokens, and the others.
+
+    An engine sends several steps at once and verifies drafts only if it has the program, so these can come later too.
+
+    Args:
+        needed: the programs.
+        known: those that are compiled already.
+
+    Returns:
+        The few, the largest first, and the others, each in this order.
+    """
+    first, later = [], []
+    serving = list(known)
+    for spec in sorted(needed, key=lambda one: one.order_of_cost, reverse=True):
+        if spec in known:
+            continue
+        if _may_come_later(spec, serving):
+            later.append(spec)
+        else:
+            first.append(spec)
+            serving.append(spec)
+    return first, later
+
+
+def _may_come_later(spec: ProgramSpec, serving: Sequence[ProgramSpec]) -> bool:
+    if not isinstance(spec, StepSpec):
+        return isinstance(spec, SampleSpec) and any(one.serves(spec) for one in serving)
+    if spec.steps > 1 or spec.drafts:
+        return True
+    return any(
+        isinstance(one, StepSpec) and one.serves(spec) and one.tokens <= _MOST_PADDED * spec.tokens
+        for one in serving
+    )
 
 
 def warn_of_sums(kept: int) -> None:

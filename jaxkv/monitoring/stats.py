@@ -52,6 +52,7 @@ class Stats:
         cache: statistics of each group's pool.
         cache_bytes: memory of all pools.
         programs: number of compiled programs.
+        programs_pending: number of programs that a thread has still to compile.
         compile_seconds: wall time of compilation, including loads from the compilation cache.
         compiled_late: number of programs that were compiled after the warm-up.
         running, waiting: number of requests in each queue.
@@ -74,6 +75,7 @@ class Stats:
     cache: tuple[GroupStats, ...]
     cache_bytes: int
     programs: int
+    programs_pending: int
     compile_seconds: float
     compiled_late: int
     running: int
@@ -102,6 +104,7 @@ def collect_stats(engine: Engine) -> Stats:
         cache=groups,
         cache_bytes=sum(group.num_bytes for group in groups),
         programs=len(programs),
+        programs_pending=runner.programs.pending,
         compile_seconds=runner.programs.compile_seconds,
         compiled_late=runner.programs.compiled_late,
         running=len(engine.scheduler.running),

@@ -5,9 +5,10 @@ several programs compile in parallel.
 """
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jaxkv.programs.audit import AuditReport, audit
 from jaxkv.programs.fingerprint import devices_of, name_traced
 from jaxkv.programs.jax_cache import MIN_COMPILE_SECONDS, without_entry
 from jaxkv.programs.lowering import Lowering, argument_types, trace
+from jaxkv.programs.spec import ProgramSpec
 from jaxkv.programs.store import (
     UNSERIALISABLE,
     ProgramFile,
@@ -43,6 +45,11 @@ _STORED_PLATFORMS = ("gpu",)
 
 _PLATFORMS = ("cuda",)
 """What JAX lowers stored programs for."""
+
+_MOST_WORKERS = 16
+
+TURN = threading.RLock()
+"""Held by the thread that traces and lowers a program, or that changes global state to compile some."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,39 @@ class Build:
             "%s: %s in %.2f s, of which %.2f s in Python", self._name, source, seconds, python
         )
         return Built(stored.compiled, stored.report, seconds, python, loaded)
+
+
+def most_workers() -> int:
+    """Returns the number of threads in which XLA compiles programs."""
+    return min(_MOST_WORKERS, os.cpu_count() or 1)
+
+
+def ready_builds(
+    missing: Iterable[tuple[ProgramSpec, Callable[[], Lowering]]], helpers: LoweringHelpers
+) -> Iterator[tuple[ProgramSpec, Build]]:
+    """Traces programs, lowers them, and yields each as soon as only XLA has work with it.
+
+    Those whose kernels other processes lower come last, in the order in which these processes have them: this thread
+    traces all programs meanwhile.
+    """
+    waiting: list[tuple[ProgramSpec, Build]] = []
+    for spec, build in missing:
+        with TURN:
+            program = Build(spec.name, build())
+            is_asked_for = program.request(helpers)
+            if not is_asked_for and not program.is_stored:
+                program.lower(helpers)
+        if is_asked_for:
+            waiting.append((spec, program))
+        else:
+            yield spec, program
+    while waiting:
+        ready = (at for at, (_, program) in enumerate(waiting) if program.is_ready(helpers))
+        spec, program = waiting.pop(next(ready, 0))
+        with TURN:
+            program.lower(helpers)
+        yield spec, program
+    helpers.end()
 
 
 def load_build(file: ProgramFile, arguments: Structure, results: Structure) -> Built:

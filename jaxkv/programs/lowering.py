@@ -6,7 +6,7 @@ array of the cache changes its type.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,14 @@ class Lowering:
     arguments: tuple[Any, ...]
     cache_argument: int | None = 1
     compiler_options: Mapping[str, bool | int | str] | None = None
+
+    def without_arrays(self) -> "Lowering":
+        """Returns it with the types of its arguments in their place, so that it keeps no memory.
+
+        Raises:
+            ValueError: the arguments are no arrays with a dtype.
+        """
+        return replace(self, arguments=argument_types(self))
 
 
 def argument_types(lowering: Lowering) -> tuple[Any, ...]:

@@ -5,7 +5,6 @@ never compiles, and compiling never runs one, so a warm-up does not change the c
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,15 @@ from tqdm import tqdm
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.memory import without_garbage_collection
-from jaxkv.programs.compile import Build, Built, compile_count
+from jaxkv.programs.background import BackgroundCompiler, threads_have_settings
+from jaxkv.programs.compile import (
+    TURN,
+    Build,
+    Built,
+    compile_count,
+    most_workers,
+    ready_builds,
+)
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
@@ -27,7 +34,6 @@ from pallas_kernels.lowering_helpers import LoweringHelpers
 __all__ = ["Lowering", "Program", "Programs", "compile_count", "compile_program"]
 
 _LOG = logging.getLogger(__name__)
-_MOST_WORKERS = 16
 
 
 class Program:
@@ -91,30 +97,54 @@ class Programs:
         self.audit = audit
         self.compiled_late = 0
         """Programs compiled since `seal`."""
-        self.compile_seconds = 0.0
-        """Wall time spent on compiling programs, or on loading them from disk."""
+        self._foreground_seconds = 0.0
         self._sealed = False
         self._programs: dict[ProgramSpec, Program] = {}
         self._callbacks: list[Callable[[str], None]] = []
+        self._background = BackgroundCompiler(self._keep)
+        # Told of the programs that are compiled in the background.
+        self._tell: dict[ProgramSpec, Callable[[Program], None]] = {}
 
     @property
     def is_closed(self) -> bool:
         """Whether `get` refuses a program that is not in the manifest."""
         return self.strict and self._sealed
 
+    @property
+    def pending(self) -> int:
+        """Number of programs that the background has not compiled yet."""
+        return len(self._background)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Wall time spent on compiling programs, or on loading them from disk, in the background too."""
+        return self._foreground_seconds + self._background.seconds
+
+    def is_pending(self, spec: ProgramSpec) -> bool:
+        """Returns whether a program is being compiled in the background, or will be."""
+        return spec in self._background
+
     def get(self, spec: ProgramSpec, build: Callable[[], Lowering]) -> Program:
         """Returns the program of a spec; compiles it the first time, from the result of `build`.
+
+        One that the background has begun is waited for, and one that waits there is compiled here.
 
         Raises:
             ProgramRefused: it failed its audit, or is missing after `seal` in strict mode. The manifest is unchanged.
             ValueError: its arguments are no arrays with a dtype.
         """
+        # Asked first: a program that the background compiles is in the manifest before it is no longer pending.
+        is_pending = self.is_pending(spec)
         program = self._programs.get(spec)
         if program is None:
-            if self._sealed:
+            if self._sealed and not is_pending:
                 self._count_late(spec)
             with self._compiling(spec.name):
-                program = self._programs[spec] = compile_program(spec, build(), audited=self.audit)
+                self._background.claim(spec)
+                program = self._programs.get(spec)
+                if program is None:
+                    program = compile_program(spec, build(), audited=self.audit)
+                    self._programs[spec] = program
         return program
 
     def get_all(
@@ -130,6 +160,8 @@ class Programs:
             ProgramRefused, ValueError: as for `get`. If one fails in compiling, the manifest keeps the others; if one
                 fails in tracing, it keeps none of them.
         """
+        for spec in builds:
+            self._background.claim(spec)
         missing = {spec: build for spec, build in builds.items() if spec not in self._programs}
         if self._sealed:
             for spec in missing:
@@ -137,16 +169,17 @@ class Programs:
         # `repaired_entries` changes global state, so it is entered once, around all threads.
         with (
             self._compiling(f"{len(missing)} programs"),
+            TURN,
             # Traces are millions of live objects, which the collector would scan often.
             without_garbage_collection(),
             repaired_entries(),
             LoweringHelpers() as helpers,
-            ThreadPoolExecutor(min(_MOST_WORKERS, os.cpu_count() or 1)) as pool,
+            ThreadPoolExecutor(most_workers()) as pool,
             tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar,
         ):
             started: dict[ProgramSpec, Future[Built]] = {}
             try:
-                for spec, program in _ready(missing, helpers):
+                for spec, program in ready_builds(missing.items(), helpers):
                     started[spec] = pool.submit(program.finish)
                     started[spec].add_done_callback(lambda _: bar.update())
                 self._collect(started)
@@ -154,6 +187,40 @@ class Programs:
                 pool.shutdown(cancel_futures=True)
                 raise
         return [self._programs[spec] for spec in builds]
+
+    def compile_in_background(
+        self, lowerings: Mapping[ProgramSpec, Lowering], tell: Callable[[Program], None]
+    ) -> None:
+        """Compiles the missing ones of these programs in a thread, while others run, and returns at once.
+
+        Contexts of JAX that are open in this thread, such as `jax.enable_x64`, do not hold in others; inside of one the
+        programs are compiled before this returns.
+
+        Args:
+            lowerings: spec -> what to compile, without arrays.
+            tell: called with each of these programs once it is in the manifest, in another thread.
+        """
+        missing = {spec: one for spec, one in lowerings.items() if spec not in self._programs}
+        if not threads_have_settings():
+            builds = {spec: lambda one=one: one for spec, one in missing.items()}
+            for program in self.get_all(builds):
+                tell(program)
+            return
+        self._tell |= dict.fromkeys(missing, tell)
+        self._background.add(missing)
+
+    def wait(self) -> None:
+        """Waits until the background has compiled all its programs.
+
+        Raises:
+            ProgramRefused, ValueError, JaxRuntimeError: the first error of those that failed.
+        """
+        self._background.wait()
+
+    def _keep(self, spec: ProgramSpec, built: Built) -> None:
+        """Adds a program that the background has built."""
+        program = self._programs[spec] = _program(spec, built, audited=self.audit)
+        self._tell.pop(spec)(program)
 
     def add(self, built: Mapping[ProgramSpec, Built]) -> None:
         """Adds programs that are built already.
@@ -200,7 +267,7 @@ class Programs:
         try:
             yield
         finally:
-            self.compile_seconds += time.perf_counter() - start
+            self._foreground_seconds += time.perf_counter() - start
             for callback in self._callbacks:
                 callback("")
 
@@ -213,8 +280,10 @@ class Programs:
         self._sealed = False
 
     def clear(self) -> None:
-        """Removes all programs."""
+        """Removes all programs, and ends the compilations of the background."""
+        self._background.stop()
         self._programs.clear()
+        self._tell.clear()
 
     def manifest(self) -> tuple[Program, ...]:
         """Returns every program, sorted by spec."""
@@ -232,31 +301,6 @@ class Programs:
         _LOG.warning("compiling %s while serving; %s", spec, difference)
 
 
-def _ready(
-    missing: Mapping[ProgramSpec, Callable[[], Lowering]], helpers: LoweringHelpers
-) -> Iterator[tuple[ProgramSpec, Build]]:
-    """Traces programs, lowers them, and yields each as soon as only XLA has work with it.
-
-    Those whose kernels other processes lower come last, in the order in which these processes have them: this thread
-    traces all programs meanwhile.
-    """
-    waiting: list[tuple[ProgramSpec, Build]] = []
-    for spec, build in missing.items():
-        program = Build(spec.name, build())
-        if program.request(helpers):
-            waiting.append((spec, program))
-            continue
-        if not program.is_stored:
-            program.lower(helpers)
-        yield spec, program
-    while waiting:
-        ready = (at for at, (_, program) in enumerate(waiting) if program.is_ready(helpers))
-        spec, program = waiting.pop(next(ready, 0))
-        program.lower(helpers)
-        yield spec, program
-    helpers.end()
-
-
 def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = True) -> Program:
     """Traces, lowers, compiles and audits one program, or loads it from disk.
 
@@ -264,7 +308,7 @@ def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = Tr
         ProgramRefused: it does not update its cache in place, or closes over weights.
         ValueError: its arguments are no arrays with a dtype.
     """
-    with repaired_entries():
+    with TURN, repaired_entries():
         return _program(spec, Build(spec.name, lowering).finish(), audited=audited)
 
 

@@ -423,6 +423,7 @@ class ReplicatedLLM:
         sampling: SamplingParams | None = None,
         score: bool = False,
         saved_prefixes: bool = False,
+        background: bool = False,
         **options: object,
     ) -> WarmUp:
         """Compiles the programs of all replicas, whose compilers share a cache on disk; see `LLM.warm_up`.
@@ -433,6 +434,7 @@ class ReplicatedLLM:
             sampling: sampling parameters of the requests.
             score: also compile the programs of `score`.
             saved_prefixes: also compile the programs of `save_prefixes` and `load_prefixes`.
+            background: compile most programs in a thread of each replica.
             options: as for `generate`.
 
         Returns:
@@ -445,9 +447,14 @@ class ReplicatedLLM:
             "prompt_tokens": prompt_tokens,
             "score": score,
             "saved_prefixes": saved_prefixes,
+            "background": background,
         }
         made = self._answers("warm_up", sampling=pack_sampling(params), options=sizes)
         return max(made, key=lambda one: one.seconds)
+
+    def finish_warm_up(self) -> None:
+        """Waits for the programs that `warm_up(background=True)` has left to threads; see `LLM.finish_warm_up`."""
+        self._answers("finish_warm_up")
 
     def stats(self) -> Stats:
         """Returns the statistics of all replicas that work, added up; texts are those of the first one."""

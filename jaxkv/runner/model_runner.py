@@ -1,6 +1,7 @@
 """The model runner: parameters, the cache on the device, and the compiled programs that update it."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -95,6 +96,8 @@ class ModelRunner:
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
         # Compiled programs that this runner has used.
         self._known: dict[ProgramSpec, Program] = {}
+        # Those that were compiled in the background since the last look.
+        self._arrived: deque[Program] = deque()
         self._refused: dict[ProgramSpec, Exception] = {}
         # What the last `forward_only` program returned, for the program that samples.
         self._hidden: Array | None = None
@@ -233,13 +236,14 @@ class ModelRunner:
     def fit[S: ProgramSpec](self, spec: S) -> S:
         """Returns the program to run instead of `spec`: itself if it is compiled, or a compiled one that serves.
 
-        Of several it returns the cheapest. Unless strict, only programs that cost about the same qualify. If none does,
-        it returns `spec` itself, which is compiled at its first run.
+        Of several it returns the cheapest. Only programs that cost about the same qualify, unless strict, or while
+        `spec` is compiled in the background. If none does, it returns `spec`, which is compiled at its first run.
         """
+        self._adopt()
         if spec in self._known:
             return spec
         able = [known for known in self._known if known.serves(spec)]
-        if not self.programs.strict:
+        if not (self.programs.strict or self.programs.is_pending(spec)):
             able = [known for known in able if known.costs_like(spec)]
         found = min(able, key=lambda known: known.order_of_cost, default=spec)
         assert isinstance(found, type(spec)), "a program serves only for others of its kind"
@@ -247,7 +251,17 @@ class ModelRunner:
 
     def has(self, spec: ProgramSpec) -> bool:
         """Returns whether a program is compiled and was used by this runner."""
+        self._adopt()
         return spec in self._known
+
+    def may_run(self, spec: ProgramSpec) -> bool:
+        """Returns whether a program is compiled, or may be compiled now and is not in the background."""
+        return self.has(spec) or not (self.programs.is_closed or self.programs.is_pending(spec))
+
+    def _adopt(self) -> None:
+        while self._arrived:
+            program = self._arrived.popleft()
+            self._known[program.spec] = program
 
     def refusal(self, spec: StepSpec) -> Exception | None:
         """Returns the error of the last attempt to get a program; `None` if it succeeded or there was none."""
@@ -365,6 +379,24 @@ class ModelRunner:
             progress: show a progress bar on stderr.
         """
         return self.all_compiled(list(needed), progress=progress)
+
+    def compile_in_background(
+        self, needed: Sequence[ProgramSpec], compiled: Callable[[Program], None]
+    ) -> None:
+        """Compiles programs in a thread while others run; see `Programs.compile_in_background`.
+
+        Args:
+            needed: their specs.
+            compiled: called with each of them, in another thread.
+        """
+        self.refuse_hosts("compilation in the background")
+
+        def arrive(program: Program) -> None:
+            self._arrived.append(program)
+            compiled(program)
+
+        lowerings = {spec: spec.lowering(self).without_arrays() for spec in needed}
+        self.programs.compile_in_background(lowerings, arrive)
 
     @mirrored
     def all_compiled(self, needed: list[ProgramSpec], *, progress: bool = False) -> list[Program]:

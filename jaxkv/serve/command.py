@@ -143,6 +143,12 @@ def add_program_options(parser: argparse.ArgumentParser, *, without: str) -> Non
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_program_options(parser, without="programs are compiled when they are first needed")
     parser.add_argument(
+        "--warm-up-in-background",
+        action="store_true",
+        help="be ready once a few programs can serve all requests of --warm-up, though slower, and compile the others "
+        "meanwhile",
+    )
+    parser.add_argument(
         "--programs",
         metavar="FOLDER",
         help="compiled programs that jaxkv compile made with the same options; loading them runs what the folder holds "
@@ -491,6 +497,7 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
         lora=lora_fields(options),
         lora_modules=dict(options.lora_modules),
         warm_up=tuple(options.warm_up),
+        warm_up_in_background=options.warm_up_in_background,
         programs=options.programs,
         hang_seconds=options.hang_seconds,
         busy_seconds=options.busy_seconds,

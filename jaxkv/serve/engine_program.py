@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from types import MappingProxyType
 
@@ -25,7 +26,7 @@ from jaxkv.config.engine import EngineConfig
 from jaxkv.config.lora import LoraConfig
 from jaxkv.config.plain_sampling import unpack_sampling
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
-from jaxkv.engine.first_runs import run_steps
+from jaxkv.engine.first_runs import FirstRuns
 from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
 from jaxkv.errors import (
@@ -143,22 +144,35 @@ class EngineServer:
         self._inbox = inbox
         self._hang_seconds = hang_seconds
         self._sampling_defaults = sampling_defaults
-        self._loop = CommandLoop(llm.engine, llm.lock, self._deliver, self)
+        self._first_runs = FirstRuns(llm.engine)
+        self._loop = CommandLoop(
+            llm.engine, llm.lock, self._deliver, self, self._first_runs.run_next
+        )
         self._sender = _Sender(inbox.end, self._loop.end)
         self._calls: dict[int, list[ServedSample]] = {}
 
     def run(self) -> None:
-        """Serves until the socket is closed.
+        """Serves until the socket is closed, after a first run of each program.
 
         Raises:
             Exception: the engine has failed.
         """
+        self._first_runs.run_all()
         self._sender.send(self._facts())
+        if self._engine.runner.programs.pending:
+            threading.Thread(target=self._await_programs, name="jaxkv-await", daemon=True).start()
         threading.Thread(target=self._watch, name="jaxkv-watchdog", daemon=True).start()
         if isinstance(hosts := self._engine.runner.hosts, Leader):
             # Also while no request runs.
             hosts.on_lost = self._fail
         self._loop.run()
+
+    def _await_programs(self) -> None:
+        """Wakes the loop once all programs are compiled, so that it runs them while it is idle."""
+        # The thread that compiles logs what fails.
+        with suppress(Exception):
+            self._llm.finish_warm_up()
+        self._loop.put(lambda: None)
 
     def _fail(self, error: BaseException) -> None:
         """Ends the loop by an error; any thread may."""
@@ -394,7 +408,7 @@ def _load(start: Start) -> LLM:
         return llm
     for name, path in start.lora_modules.items():
         llm.add_lora(name, path)
-    _warm_up(llm, start.warm_up)
+    warm_up_served(llm, start.warm_up, background=start.warm_up_in_background)
     return llm
 
 
@@ -418,14 +432,6 @@ def _follow(llm: LLM, inbox: Inbox) -> int:
         over()
     _Sender(inbox.end, lambda: None).send(ended, seconds=_LAST_WORDS_SECONDS)
     return ended.code
-
-
-def _warm_up(llm: LLM, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:
-    """Compiles the programs of `Start.warm_up`, and runs each program that is compiled."""
-    warm_up_served(llm, sizes)
-    if programs := llm.engine.runner.programs.manifest():
-        with llm.lock.held():
-            run_steps(llm.engine, [program.spec for program in programs])
 
 
 def main() -> int:

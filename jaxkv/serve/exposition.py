@@ -191,6 +191,11 @@ class _Metrics(Collector):
         )
         yield self._counter("jaxkv:recoveries", "Lost caches replaced.", stats["recoveries"])
         yield self._gauge("jaxkv:programs", "Compiled programs.", stats["programs"])
+        yield self._gauge(
+            "jaxkv:programs_pending",
+            "Programs that a thread has still to compile.",
+            stats["programs_pending"],
+        )
         yield self._counter(
             "jaxkv:programs_compiled_late",
             "Programs compiled after the warm-up.",

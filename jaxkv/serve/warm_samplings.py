@@ -18,12 +18,18 @@ WARM_SAMPLINGS: Mapping[str, SamplingParams] = MappingProxyType(
 """Name -> example of requests that need programs of their own: greedy ones, those that draw, those with filters."""
 
 
-def warm_up_served(llm: Any, sizes: Sequence[tuple[int, int, Sequence[str]]]) -> None:  # noqa: ANN401 - this file imports no JAX
+def warm_up_served(
+    llm: Any,  # noqa: ANN401 - this file imports no JAX
+    sizes: Sequence[tuple[int, int, Sequence[str]]],
+    *,
+    background: bool = False,
+) -> None:
     """Compiles the programs for requests of some sizes, with and without logits processors and adapters.
 
     Args:
         llm: the `LLM`, with all adapters loaded.
         sizes: (requests at once, tokens of a prompt, names of `WARM_SAMPLINGS`).
+        background: see `LLM.warm_up`.
     """
     # One program serves all processors.
     names = [one.name for one in llm.engine.runner.processors.processors]
@@ -32,10 +38,13 @@ def warm_up_served(llm: Any, sizes: Sequence[tuple[int, int, Sequence[str]]]) ->
     adapters = [None, *list(llm.list_loras())[:1]]
     for batch, prompt_tokens, samplings in sizes:
         most = max(1, llm.max_model_len - prompt_tokens)
-        for sampling, processors, adapter in product(samplings, calls, adapters):
+        # From those with most features: in the background, their programs can serve for the others first.
+        kinds = [name for name in [*WARM_SAMPLINGS][::-1] if name in samplings]
+        for sampling, processors, adapter in product(kinds, reversed(calls), reversed(adapters)):
             llm.warm_up(
                 batch=batch,
                 prompt_tokens=prompt_tokens,
+                background=background,
                 sampling=replace(
                     WARM_SAMPLINGS[sampling],
                     max_tokens=most,

@@ -52,6 +52,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
         lora_modules: name -> folder of each adapter.
         warm_up: (requests at once, tokens of a prompt, names of samplings) for which programs are compiled before
             `Ready`; see `jaxkv.serve.warm_samplings`.
+        warm_up_in_background: most of these are compiled after `Ready`, see `jaxkv.LLM.warm_up`.
         programs: folder of compiled programs to load, see `jaxkv.LLM`; `None` for none.
         hang_seconds: a step that takes longer ends the engine process; time in compilation does not count.
         busy_seconds: see `jaxkv.serve.inbox.Inbox`.
@@ -74,6 +75,7 @@ class Start(msgspec.Struct, tag="start", frozen=True, kw_only=True):
     lora: dict[str, Any] | None = None
     lora_modules: dict[str, str] = {}
     warm_up: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
+    warm_up_in_background: bool = False
     programs: str | None = None
     hang_seconds: float = 30.0
     busy_seconds: float = 0.0

@@ -66,6 +66,17 @@ def test_every_part_is_recorded(folder):
 
 
 @pytest.mark.slow
+def test_a_start_in_the_background_is_told_beside_what_requests_saw(tmp_path):
+    main([*TINY.split(), "--parts", "startup", "--background", "--folder", str(tmp_path)])
+    [path] = tmp_path.glob("engine-tiny-startup-*-in-background.json")
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["pending"] > 0 < row["programs"]
+    for when in ("meanwhile", "afterwards"):
+        assert row[f"{when}_requests"] % 8 == 0 < row[f"{when}_requests"]
+        assert row[f"{when}_first_token_p50_ms"] <= row[f"{when}_first_token_p99_ms"]
+
+
+@pytest.mark.slow
 def test_each_load_is_served_whole_and_a_shared_prefix_is_computed_once(folder):
     by_load = {row["load"]: row for row in rows(folder, "loads")}
     assert set(by_load) == set(LOADS)

@@ -73,6 +73,7 @@ def fake_stats():
         ],
         "cache_bytes": 2**32,
         "programs": 12,
+        "programs_pending": 0,
         "compile_seconds": 41.5,
         "compiled_late": 1,
         "running": len(running),

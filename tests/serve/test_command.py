@@ -162,6 +162,8 @@ def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     assert start.warm_up == ((8, 1024, every), (2, 16, ("drawn", "greedy")))
     assert start.dtype == "bf16"
     assert start.programs == "bundle"
+    assert not start.warm_up_in_background
+    assert command._start(command_options(["--warm-up-in-background"])).warm_up_in_background
     assert start.busy_seconds == 0
     assert command._start(command_options(["--busy-seconds", "0.5"])).busy_seconds == 0.5
     assert start.sampling_defaults

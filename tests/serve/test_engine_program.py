@@ -248,3 +248,33 @@ def test_a_warmed_up_engine_compiles_nothing_for_requests_of_the_size():
         await process.end()
 
     asyncio.run(asyncio.wait_for(test(), 600))
+
+
+@pytest.mark.slow
+def test_an_engine_that_warms_up_in_the_background_serves_and_then_has_all_programs():
+    sizes = {"dtype": "float32", "max_model_len": 64, "cache": CACHE | {"max_sequences": 8}}
+    sizes |= {"warm_up": ((8, 40, ("greedy", "drawn")),), "warm_up_in_background": True}
+    cache = CacheConfig(**CACHE | {"max_sequences": 8})
+    llm = LLM(dtype="float32", max_model_len=64, cache=cache, progress=False)
+    greedy = replace(GREEDY, stop=())
+    [wanted] = llm.generate([[7] * 16], greedy)
+    assert llm.warm_up(batch=8, prompt_tokens=40, sampling=greedy).programs > 3
+
+    async def test():
+        process = await started(Start(**sizes))
+        before = await process.client.stats()
+        assert before["programs"] > 0
+        for _ in range(2):
+            made = generate(process.client, None, [7] * 16, greedy)
+            found = []
+            while new := await made.deltas():
+                found += [token for delta in new for token in delta.ids]
+            assert tuple(found) == tuple(wanted.token_ids)
+            while (await process.client.stats())["programs_pending"]:
+                await asyncio.sleep(0.1)
+        after = await process.client.stats()
+        assert after["programs"] == before["programs"] + before["programs_pending"]
+        assert after["compiled_late"] == 0
+        await process.end()
+
+    asyncio.run(asyncio.wait_for(test(), 600))

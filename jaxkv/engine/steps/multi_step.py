@@ -145,8 +145,8 @@ class MultiStep:
         needed = self._runner.fit(replace(single, steps=self.chosen.number))
         if shares and not needed.shares:
             return None
-        must_be_compiled = automatic or self._runner.programs.is_closed
-        if must_be_compiled and not self._runner.has(needed):
+        may_run = self._runner.has if automatic else self._runner.may_run
+        if not may_run(needed):
             return None
         return None if self.avoids(needed) else needed
 

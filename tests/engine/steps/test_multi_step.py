@@ -28,6 +28,7 @@ from jaxkv.engine.warm_up import declare_served
 from jaxkv.models.registry import build_model
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel
 from jaxkv.programs.audit import GRANULE
+from jaxkv.programs.compile import TURN
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
@@ -286,6 +287,29 @@ def test_an_engine_that_was_warmed_up_for_several_steps_compiles_none_and_withou
         assert_equal(served, wanted)
         assert set(sent) == ({1, 4} if declared else {1})
         assert programs.compiled_late == 0
+
+
+def test_several_steps_are_sent_once_their_program_is_there_and_no_request_waits_for_it():
+    request = request_of([1] * 20, max_tokens=20)
+    programs = Programs()
+    programs._programs |= programs_of("plain")._programs
+    engine = engine_for(programs=programs, steps_per_launch=4, prefix_cache=False)
+    needed = declare_served(engine, request, 1)
+    several = [one for one in needed if getattr(one, "steps", 1) > 1]
+    for one in several:
+        programs._programs.pop(one, None)
+    engine.runner.compile_all([one for one in needed if one not in several])
+    sent = watch(engine)
+    with TURN:
+        engine.runner.compile_in_background(several, lambda program: None)
+        engine.run(served := engine.add([request]))
+        assert programs.pending == len(several) > 0
+    programs.wait()
+    assert set(sent) == {1}
+    engine.run(later := engine.add([request]))
+    assert set(sent) == {1, 4}
+    assert_equal(served, oracle([request]))
+    assert_equal(later, oracle([request]))
 
 
 # What is chosen does not depend on the sampling, whose fields are in tests/engine/test_engine.py.
