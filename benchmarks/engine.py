@@ -142,11 +142,15 @@ class Bench:
     def _waves(self, when: str, goes_on: Callable[[], bool]) -> Row:
         """Serves eight requests at a time, and returns their figures, named after `when`."""
         timelines, prompt, output = [], self.options.context // 4, self.options.steps
+        began = time.perf_counter()
         while not timelines or goes_on():
             asked = self.seen.requests(8, prompt, output, seed=200 + len(timelines))
             timelines += serve(self.engine, asked, [0.0] * len(asked))
-        figures = figures_of(timelines)
-        row = {"requests": figures.requests, "tokens_per_second": figures.output_tokens_per_second}
+        seconds, figures = time.perf_counter() - began, figures_of(timelines)
+        row = {
+            "requests": figures.requests,
+            "tokens_per_second": figures.output_tokens / seconds,
+        }
         for name, spread in (("first_token", figures.ttft_ms), ("between_tokens", figures.itl_ms)):
             row |= {f"{name}_p50_ms": spread.p50, f"{name}_p99_ms": spread.p99} if spread else {}
         return {f"{when}_{name}": value for name, value in row.items()}

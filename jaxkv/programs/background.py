@@ -1,6 +1,7 @@
 """`BackgroundCompiler`: compiles programs in a thread of its own, while the programs that exist run."""
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,11 @@ from jaxkv.programs.spec import ProgramSpec
 from pallas_kernels.lowering_helpers import LoweringHelpers
 
 _LOG = logging.getLogger(__name__)
+
+_SWITCH_SECONDS = 0.0002
+"""Seconds after which a thread that runs Python lets another one run; each step waits a few times for its turn."""
+_usual: list[float] = []
+"""For each thread that compiles, the seconds of before."""
 
 
 class BackgroundCompiler:
@@ -109,6 +115,7 @@ class BackgroundCompiler:
     def _compile_waiting(self) -> None:
         """Compiles the programs that wait, also those that are added before the last one is traced."""
         with (
+            _entered_in_turn(_quick_switches()),
             _entered_in_turn(without_garbage_collection()),
             _entered_in_turn(repaired_entries()),
             LoweringHelpers() as helpers,
@@ -146,6 +153,20 @@ class BackgroundCompiler:
             return
         _LOG.error("%s could not be compiled in the background: %r", what, error)
         self._failures.append(error)
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Lets Python's threads take turns as often as `_SWITCH_SECONDS` says, until no thread is in such a block."""
+    usual = _usual[0] if _usual else sys.getswitchinterval()
+    _usual.append(usual)
+    sys.setswitchinterval(min(usual, _SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        _usual.pop()
+        if not _usual:
+            sys.setswitchinterval(usual)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import ProgramRefused
+from jaxkv.programs import background
 from jaxkv.programs.compile import TURN
 from jaxkv.programs.manifest import Lowering, Programs
 from tests.programs.test_manifest import arguments, key, run
@@ -71,15 +72,16 @@ def test_one_that_is_needed_is_compiled_at_once_or_waited_for_but_never_twice():
     programs, traces, gate, told = Programs(strict=True), Traces(), threading.Event(), []
     lowerings = traces.some(2, gate=gate) | traces.some(4, 6)
     with TURN:
-        # The thread cannot trace, and has begun the first one at most.
+        # The thread cannot trace now.
         programs.compile_in_background(lowerings, told.append)
         programs.seal()
         assert programs.pending == 3
         assert programs.is_pending(key(6))
         taken = programs.get(key(6), lambda: traces.lowering(6))
         assert programs.pending == 2
-    opens = threading.Timer(0.2, gate.set)
-    opens.start()
+    while len(traces.seen) < 2:
+        pass
+    threading.Timer(0.2, gate.set).start()
     waited = programs.get(key(2), lambda: pytest.fail("built twice"))
     assert gate.is_set()
     programs.wait()
@@ -168,6 +170,25 @@ def test_settings_of_this_thread_alone_hold_for_all_programs():
         assert programs.pending == 0
     assert traces.seen == [(2, True), (4, True)]
     assert len(told) == 2
+
+
+def test_threads_take_turns_often_until_the_last_one_has_compiled():
+    programs, traces, gate = Programs(), Traces(), threading.Event()
+    usual = sys.getswitchinterval()
+    programs.compile_in_background(traces.some(2, gate=gate), lambda program: None)
+    while not traces.seen:
+        pass
+    assert sys.getswitchinterval() <= 0.001 < usual
+    gate.set()
+    programs.wait()
+    assert sys.getswitchinterval() == usual
+    first, second = background._quick_switches(), background._quick_switches()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < usual
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual
 
 
 def test_a_process_that_ends_leaves_what_waits():
