@@ -111,7 +111,7 @@ class Engine:
             fill=self.shapes.fill,
             chunk_size=layout.chunk_size,
             most_steps=self.multi_step.chosen.number,
-            plans_several=self.multi_step.plans_several,
+            most_rows_at_once=self.multi_step.chosen.most_rows,
             prefetch=reuse.prefetch,
             speculation=self.speculation,
         )

@@ -44,7 +44,7 @@ class Scheduler:
             `None` if there is none.
         chunk_size: prefill chunks end at its multiples: the chunk size of recurrent layers.
         most_steps: decode steps that are planned at once while all requests generate and pages are free.
-        plans_several: whether to plan so for some number of requests.
+        most_rows_at_once: most requests of such a plan; `None` for any number.
         prefetch: swaps prefixes in from the host; `None` without a host tier.
         speculation: drafts tokens that decode steps verify; `None` for none.
     """
@@ -61,7 +61,7 @@ class Scheduler:
         fill: Callable[[int, int], int | None],
         chunk_size: int = 1,
         most_steps: int = 1,
-        plans_several: Callable[[int], bool] = lambda rows: True,
+        most_rows_at_once: int | None = None,
         prefetch: HostPrefetch | None = None,
         speculation: Speculation | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Scheduler:
                 f"raise token_budget or lower max_sequences"
             )
         self.most_steps = most_steps
-        self.plans_several = plans_several
+        self.most_rows_at_once = max_rows if most_rows_at_once is None else most_rows_at_once
         self.shortage: OutOfPages | OutOfStates | None = None
         """The error of a reservation that failed in the last plan; `None` if none did."""
         self._queues = RequestQueues()
@@ -169,8 +169,9 @@ class Scheduler:
         parts = rows + [part_of(sequence, count) for sequence, count in wanted]
         steps = 1
         has_drafts = self._speculation is not None and not forced and self._draft(parts)
-        may_burst = self.most_steps > 1 and not (has_drafts or forced or self.waiting)
-        if may_burst and self.plans_several(len(parts)) and self._reserve_steps(parts):
+        is_few = len(parts) <= self.most_rows_at_once
+        may_burst = self.most_steps > 1 and is_few and not (has_drafts or forced or self.waiting)
+        if may_burst and self._reserve_steps(parts):
             steps = self.most_steps
             parts = [extended(part, steps) for part in parts]
         return StepPlan(

@@ -58,14 +58,16 @@ class StepsPerLaunch:
         automatic: jaxkv chose the number, so only steps of which measurements showed that it is faster are sent so.
         rows: if it did so, the most rows of such steps. With more rows one GPU takes longer for a step than the host,
             and on several GPUs XLA keeps too much memory for the sums of such a program.
-        any_sharing: steps that read shared keys once are sent so with any number of rows, since a GPU takes less time
-            for them.
     """
 
     number: int
     automatic: bool = False
     rows: int = _FEW_ROWS
-    any_sharing: bool = False
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of steps that are sent several at a time; `None` for any number."""
+        return self.rows if self.automatic else None
 
     def suits(self, single: StepSpec) -> bool:
         """Returns whether steps of this shape are sent several at a time, if the device is seen to wait."""
@@ -73,8 +75,7 @@ class StepsPerLaunch:
             return False
         if single.features.min_tokens:
             return False  # The host decides for each token whether stop ids are blocked.
-        fits = single.rows <= self.rows or (single.shares and self.any_sharing)
-        return not self.automatic or fits
+        return not self.automatic or single.rows <= self.rows
 
 
 class MultiStep:
@@ -98,16 +99,7 @@ class MultiStep:
         self._runner, self._shapes, self._oom_backoff = runner, shapes, oom_backoff
         self.chosen = choose_steps(steps, runner.model, runner.params, runner.layout)
         self._measured: dict[StepSpec, tuple[int, int]] = {}
-        # The last step shared keys, and several of its like may be sent at once.
-        self._shared_last = False
         self._sent_singly: set[StepSpec] = set()
-
-    def plans_several(self, rows: int) -> bool:
-        """Returns whether to plan several steps of so many rows, before it is known which keys they share.
-
-        To plan several steps and send the first of them takes the host longer than to send it.
-        """
-        return not self.chosen.automatic or rows <= self.chosen.rows or self._shared_last
 
     def measures(self, shape: StepSpec) -> bool:
         """Whether `record` should be called for steps of this shape."""
@@ -124,8 +116,6 @@ class MultiStep:
         if seen >= 8 * _SAMPLES:
             seen, waited = seen // 2, waited // 2
         self._measured[shape] = seen + 1, waited + idle
-        several = replace(shape, steps=self.chosen.number)
-        self._shared_last = shape.shares and self._device_waits(shape) and self._runner.has(several)
 
     def shape(self, parts: Sequence[Part], *, shares: bool = False) -> StepSpec | None:
         """Returns the program that runs several steps of these parts; `None` to send them one by one.
@@ -135,7 +125,6 @@ class MultiStep:
             shares: whether the program should read keys once with which several of them begin, if there is such a one.
         """
         needed = self._shape(parts, shares=True) if shares else None
-        self._shared_last = needed is not None
         return self._shape(parts, shares=False) if needed is None else needed
 
     def _shape(self, parts: Sequence[Part], *, shares: bool) -> StepSpec | None:
@@ -226,8 +215,7 @@ def choose_steps(
             # Sums by way of mailboxes keep nothing for a program.
             rows = max(rows, MOST_BYTES // (2 * model.config.hidden_size))
     number = _STEPS if read <= small else 1
-    any_sharing = rows == _MORE_ROWS and not isinstance(model, TensorParallel)
-    return StepsPerLaunch(number, automatic=True, rows=rows, any_sharing=any_sharing)
+    return StepsPerLaunch(number, automatic=True, rows=rows)
 
 
 def bytes_of_one_row(model: Model, params: Params) -> int:

@@ -189,10 +189,13 @@ def test_a_request_that_waits_ends_multi_step_programs_until_it_generates():
 
 def test_more_rows_than_are_sent_several_at_a_time_are_planned_one_step_at_a_time():
     """Planning several steps and sending one of them took the host longer than all else."""
+    assert StepsPerLaunch(4, automatic=True, rows=16).most_rows == 16
+    assert StepsPerLaunch(4, rows=16).most_rows is None, (
+        "a number that was asked for is for any rows"
+    )
     engine = engine_for(steps_per_launch=4, prefix_cache=False)
-    assert engine.multi_step.plans_several(ROWS), "a number that was asked for is for any rows"
-    engine.multi_step.chosen = StepsPerLaunch(4, automatic=True, rows=1)
-    engine.multi_step._device_waits = lambda single: True
+    assert engine.scheduler.most_rows_at_once == ROWS
+    engine.scheduler.most_rows_at_once = 1
     planned, plan = set(), engine.scheduler.plan
 
     def noted():
@@ -392,8 +395,7 @@ def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypa
     )
     assert choose_steps(None, model, [small], plain) == StepsPerLaunch(1, automatic=True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    few = StepsPerLaunch(4, automatic=True, rows=16)
-    more = StepsPerLaunch(4, automatic=True, rows=64, any_sharing=True)
+    few, more = (StepsPerLaunch(4, automatic=True, rows=rows) for rows in (16, 64))
     assert choose_steps(None, model, [small], plain) == more
     assert choose_steps(None, model, [larger], plain) == few
     assert choose_steps(None, model, [], plain).number == 4
@@ -541,45 +543,6 @@ def test_programs_of_several_steps_are_those_that_measurements_favour():
     assert declare_multi_steps(needed, StepsPerLaunch(4, automatic=True)) == few
     for chosen in (StepsPerLaunch(4), StepsPerLaunch(4, automatic=True, rows=80)):
         assert declare_multi_steps(needed, chosen) == [replace(one, steps=4) for one in singles]
-    sharing = [replace(one, shares=True) for one in singles]
-    assert declare_multi_steps(sharing, StepsPerLaunch(4, automatic=True)) == [
-        replace(one, steps=4) for one in sharing if one.rows == 16
-    ]
-    any_sharing = StepsPerLaunch(4, automatic=True, any_sharing=True)
-    assert declare_multi_steps([*sharing, *singles], any_sharing) == [
-        *(replace(one, steps=4) for one in sharing),
-        *few,
-    ]
-
-
-def test_steps_that_share_keys_are_planned_several_at_a_time_while_the_device_waits_for_them():
-    engine = engine_for(prefix_cache=False)
-    steps = engine.multi_step
-    steps.chosen = StepsPerLaunch(4, automatic=True, rows=1, any_sharing=True)
-    requests = [request_of([number] * 3, max_tokens=9) for number in range(4)]
-    for request in requests:
-        engine.add([request])
-    engine.scheduler.dispatched(engine.scheduler.plan().parts)
-    parts = engine.scheduler.plan().parts
-    sharing = engine.shapes.choose(4, 4, Features(), total_tokens=20, shares=True)
-    assert (sharing.rows, sharing.shares, len(parts)) == (4, True, 4)
-    engine.runner._known[replace(sharing, steps=4)] = None
-    assert not steps.plans_several(4)
-    for _ in range(8):
-        assert not steps.plans_several(4)
-        steps.record(sharing, idle=True)
-    assert steps.plans_several(4)
-    assert steps.shape(parts, shares=True) == replace(sharing, steps=4)
-    assert steps.plans_several(4)
-    # They share no longer, so one step is planned next; and several once they were seen to share again.
-    assert steps.shape(parts, shares=False) is None
-    assert not steps.plans_several(4)
-    steps.record(sharing, idle=True)
-    assert steps.plans_several(4)
-    # Without such a program there is nothing to plan for.
-    del engine.runner._known[replace(sharing, steps=4)]
-    steps.record(sharing, idle=True)
-    assert not steps.plans_several(4)
 
 
 @pytest.mark.parametrize("steps", [0, 65])
