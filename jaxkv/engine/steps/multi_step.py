@@ -124,11 +124,21 @@ class MultiStep:
             parts: the decode parts.
             shares: whether the program should read keys once with which several of them begin, if there is such a one.
         """
-        needed = self._shape(parts, shares=True) if shares else None
-        return self._shape(parts, shares=False) if needed is None else needed
+        for form in (True, False) if shares else (False,):
+            single = self._single(parts, shares=form)
+            if single is None:
+                return None
+            if not self.chosen.automatic or self._device_waits(single):
+                needed = self._several(single)
+                if needed is not None:
+                    return needed
+            elif form and self._runs(single):
+                # One such step takes less time than several at once that read all keys, or is not measured yet.
+                return None
+        return None
 
-    def _shape(self, parts: Sequence[Part], *, shares: bool) -> StepSpec | None:
-        """Returns the program of one form that runs several steps of these parts; `None` if none may."""
+    def _single(self, parts: Sequence[Part], *, shares: bool) -> StepSpec | None:
+        """Returns the program of one form that runs one step of these parts; `None` if several must not be sent."""
         features = union([part.sequence.features for part in parts])
         if features.min_tokens or features.grammar:
             return None  # The host decides for each token whether stop ids are blocked, and which tokens are allowed.
@@ -139,16 +149,21 @@ class MultiStep:
             total_tokens=max(part.sequence.reserved for part in parts),
             shares=shares,
         )
-        automatic = self.chosen.automatic
-        if not single.decode or (automatic and not self._device_waits(single)):
-            return None
+        return single if single.decode else None
+
+    def _several(self, single: StepSpec) -> StepSpec | None:
+        """Returns the program that runs several such steps in the same form; `None` if there is none that may run."""
         needed = self._runner.fit(replace(single, steps=self.chosen.number))
-        if shares and not needed.shares:
-            return None
-        may_run = self._runner.has if automatic else self._runner.may_run
-        if not may_run(needed):
+        may_run = self._runner.has if self.chosen.automatic else self._runner.may_run
+        if needed.shares != single.shares or not may_run(needed):
             return None
         return None if self.avoids(needed) else needed
+
+    def _runs(self, single: StepSpec) -> bool:
+        """Returns whether a program of the same form would run such a step."""
+        fitting = self._runner.fit(single)
+        runs = fitting.shares == single.shares and self._runner.may_run(fitting)
+        return runs and not self._oom_backoff.avoids(fitting)
 
     def avoids(self, shape: StepSpec) -> bool:
         """Whether steps of this shape are sent with one token per row, because its program failed."""

@@ -365,6 +365,42 @@ def test_a_device_that_waited_with_more_rows_is_not_measured_with_fewer(measured
     assert not steps._device_waits(single), "its own steps tell more"
 
 
+def test_steps_that_share_keys_are_measured_before_others_are_sent_several_at_a_time():
+    """Some 64 samples of a long prompt once took twice as long, since short ones had shown that the device waits."""
+    engine = engine_for(prefix_cache=False)
+    steps = engine.multi_step
+    steps.chosen = StepsPerLaunch(4, automatic=True)
+    for number in range(4):
+        engine.add([request_of([number] * 3, max_tokens=9)])
+    engine.scheduler.dispatched(engine.scheduler.plan().parts)
+    parts = engine.scheduler.plan().parts
+    own, sharing = (
+        engine.shapes.choose(4, 4, Features(), total_tokens=20, shares=shares)
+        for shares in (False, True)
+    )
+    assert (own.rows, sharing.rows, len(parts)) == (4, 4, 4)
+    for one in (own, sharing):
+        engine.runner._known |= {one: None, replace(one, steps=4): None}
+    for _ in range(8):
+        steps.record(own, idle=True)
+    assert steps.shape(parts) == replace(own, steps=4)
+    for _ in range(8):
+        assert steps.shape(parts, shares=True) is None
+        steps.record(sharing, idle=False)
+    assert steps.shape(parts, shares=True) is None, "the device does not wait"
+    for _ in range(20):
+        steps.record(sharing, idle=True)
+    assert steps.shape(parts, shares=True) == replace(sharing, steps=4)
+    # Without a program of several steps that share, several that read all keys keep the device busy.
+    del engine.runner._known[replace(sharing, steps=4)]
+    assert steps.shape(parts, shares=True) == replace(own, steps=4)
+    # And so do they while no single step may share.
+    steps._measured.pop(sharing)
+    assert steps.shape(parts, shares=True) is None
+    engine.oom_backoff.note_failure(sharing, MemoryError("no room"), lost=False)
+    assert steps.shape(parts, shares=True) == replace(own, steps=4)
+
+
 def layout_of(model):
     return group_layers((*model.cache_specs(page_size=4, dtype="bfloat16"), SAMPLING))
 
