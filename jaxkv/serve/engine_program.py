@@ -172,7 +172,8 @@ class EngineServer:
         # The thread that compiles logs what fails.
         with suppress(Exception):
             self._llm.finish_warm_up()
-        self._loop.put(lambda: None)
+        # What was traced stays, as in `main`; a collection now would keep requests waiting.
+        self._loop.put(gc.freeze)
 
     def _fail(self, error: BaseException) -> None:
         """Ends the loop by an error; any thread may."""

@@ -661,6 +661,10 @@ FASTEST = {
     (4096, 1024, 256, None): (128, 1, 1),
     (6144, 4096, 256, "int4"): (128, 2, 1),
     (4096, 14336, 512, "float8_e4m3fn"): (128, 2, 1),
+    (6144, 4096, 512, "int4"): (128, 2, 1),
+    (6144, 4096, 512, "float8_e4m3fn"): (128, 2, 1),
+    (6144, 4096, 2048, "int4"): (160, 2, 1),
+    (4096, 4096, 1024, "float8_e4m3fn"): (128, 2, 1),
 }
 """Columns, contraction, rows, code -> rows, consumers and cluster of the fastest tiling that was timed on an H200."""
 
