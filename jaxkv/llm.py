@@ -266,7 +266,7 @@ class LLM:
             "xla" (anywhere), "cudnn" (NVIDIA's paged attention for decode, and else the best that can run) or
             "xla_products" (our kernels, but XLA's products of few rows). If not given, "mosaic_gpu" where all layers
             can, and "xla" everywhere else; `stats` reports the choice and its reasons.
-        strict: after `warm_up`, refuse to compile anything more.
+        strict: after `warm_up`, refuse to compile anything more than it has declared.
         progress: where stderr is a terminal, show bars on it while weights load, programs compile and `generate` works.
         seed: requests without a seed get theirs from a generator with this one, in the order in which they come;
             `None` for unpredictable seeds.
@@ -438,7 +438,7 @@ class LLM:
             cache: size, page size and dtype of the cache, and how many sequences run at once.
             engine: options of the scheduler and the engine.
             implementation: implementation of every layer's attention and cache writes.
-            strict: after `warm_up`, refuse to compile anything more.
+            strict: after `warm_up`, refuse to compile anything more than it has declared.
             progress: show bars on a terminal.
             seed: seed of the generator for requests without one.
             logits_processors: name -> function, which requests name in `SamplingParams.logits_processors`.
@@ -620,8 +620,9 @@ class LLM:
     def close(self) -> None:
         """Frees the memory on the device and the host at once. Any later use of this `LLM` raises a `RuntimeError`.
 
-        It waits until a call of another thread ends. Open streams end with the reason "abort". A second call does
-        nothing. In a forked child it does nothing, because the memory belongs to the parent.
+        It waits until a call of another thread ends, and for programs that XLA compiles in the background. Open streams
+        end with the reason "abort". A second call does nothing. In a forked child it does nothing, because the memory
+        belongs to the parent.
 
         Raises:
             RuntimeError: an `AsyncLLM` serves this `LLM`; close that first.
@@ -889,15 +890,16 @@ class LLM:
             The number of programs.
 
         Raises:
+            ProgramRefused: as for `finish_warm_up`.
             BadBundle: a program is of a kind that a folder cannot hold, or cannot be serialised on this device. A CPU's
                 program that came from a cache of compiled programs cannot.
             FileExistsError: there is a file or folder at `path`.
             OSError: the folder cannot be written.
         """
-        self.finish_warm_up()
         with self.lock.held():
             runner = self.engine.runner
             refuse_unbundled(self.model, runner.processors, self.engine.config)
+            runner.programs.wait()
             return save_bundle(Path(path), self._facts(), self.budget, runner)
 
     def stats(self) -> Stats:

@@ -1,4 +1,4 @@
-"""Free memory, JAX's pool of it, `OutOfMemory` errors that name the options to change, and a pause of the collector."""
+"""Free memory, JAX's pool of it, `OutOfMemory` errors that name the options to change, and the garbage collector."""
 
 import gc
 import os
@@ -152,3 +152,17 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def without_old_objects() -> Iterator[None]:
+    """Lets Python's garbage collector ignore inside the block what exists at its begin, as in a server.
+
+    A look at all that the traces of programs have left takes some 0.2 seconds, in the middle of a step.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

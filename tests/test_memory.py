@@ -1,7 +1,9 @@
 """Free memory, and the errors when it does not suffice."""
 
+import gc
 import os
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from jaxkv import LLM, CacheConfig, SamplingParams, cli, memory, plan
 from jaxkv.engine.warm_up import warn_of_sums
 from jaxkv.errors import OutOfMemory
-from jaxkv.memory import host_bytes, named_exhaustion, start_devices
+from jaxkv.memory import host_bytes, named_exhaustion, start_devices, without_old_objects
 from jaxkv.weights.safetensors import StoredTensor
 from jaxkv.weights.stored_leaf import StoredLeaf
 from tests.devices import needs_devices
@@ -266,3 +268,26 @@ def test_a_pool_that_cannot_be_taken_is_left_to_the_next_array(monkeypatch):
     start_devices()
     started()
     assert not hook
+
+
+def test_what_exists_is_not_looked_at_inside_a_block_and_is_again_after_it():
+    class Node:
+        """Part of a cycle."""
+
+    def cycle():
+        one = Node()
+        one.other = Node()
+        one.other.other = one
+        return one, weakref.ref(one)
+
+    old, seen_old = cycle()
+    with without_old_objects():
+        assert gc.get_freeze_count() > 0
+        new, seen_new = cycle()
+        del old, new
+        gc.collect()
+        assert seen_old() is not None
+        assert seen_new() is None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert seen_old() is None

@@ -13,6 +13,7 @@ from jaxkv.bench.workload import Workload, arrivals
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.warm_up import WarmUp, compile_all, declare_served
+from jaxkv.memory import without_old_objects
 from jaxkv.weights.quantised.weight_forms import weight_forms
 
 
@@ -94,7 +95,9 @@ def measure_rates(
     for index, rate in enumerate(rates):
         steps, late = engine.steps, programs.compiled_late
         drawn = replace(workload, seed=workload.seed + index)
-        timelines = serve(engine, drawn.draw(engine.runner.model.vocab_size), due[index])
+        requests = drawn.draw(engine.runner.model.vocab_size)
+        with without_old_objects():
+            timelines = serve(engine, requests, due[index])
         about = _about(served, drawn, engine) | {
             "request_rate": rate,
             "steps": engine.steps - steps,

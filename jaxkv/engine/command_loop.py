@@ -36,7 +36,6 @@ class CommandLoop:
         lock: the engine's lock, which is lent to the loop.
         after_step: called after each step, to read what the requests got.
         inlet: read between two steps, and waited for while the engine has no work; `None` if all work comes by `put`.
-        when_idle: called before each wait for the inlet; returns whether it did something, so that it is called again.
 
     Attributes:
         step_began: seconds of `time.monotonic` at which the current step began, without its time in compilation;
@@ -45,12 +44,7 @@ class CommandLoop:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        lock: EngineLock,
-        after_step: Command,
-        inlet: Inlet | None = None,
-        when_idle: Callable[[], bool] = lambda: False,
+        self, engine: Engine, lock: EngineLock, after_step: Command, inlet: Inlet | None = None
     ) -> None:
         self.step_began: float | None = None
         self.compiling = ""
@@ -58,7 +52,6 @@ class CommandLoop:
         self._lock = lock
         self._after_step = after_step
         self._inlet = inlet
-        self._when_idle = when_idle
         self._stepping = False
         self._later: list[Command] = []
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -112,8 +105,7 @@ class CommandLoop:
                 # An abort has ended the work that they waited for, so there is no next step.
                 self._run_later()
             if inlet is not None:
-                is_idle = not self._engine.has_work and self._commands.empty()
-                inlet.receive(wait=is_idle and not self._when_idle())
+                inlet.receive(wait=not self._engine.has_work and self._commands.empty())
             try:
                 command = self._commands.get(block=inlet is None and not self._engine.has_work)
             except queue.Empty:

@@ -5,11 +5,9 @@ meets a dozen programs at once, and would wait for each of them.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.engine import Engine
-from jaxkv.errors import OutOfPages, OutOfStates
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.rows import Row, StepRows
@@ -17,51 +15,6 @@ from jaxkv.runner.sample_spec import SampleSpec
 
 _RUNS = 3
 """XLA may run a program without its CUDA graph at first, and looks at several runs before it keeps addresses."""
-
-
-class FirstRuns:
-    """Runs those programs of an engine that it has not run, one at a time, while no request waits for it.
-
-    Args:
-        engine: the engine.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._ran: set[ProgramSpec] = set()
-
-    def run_all(self) -> None:
-        """Runs all programs that are compiled.
-
-        Raises:
-            OutOfPages, OutOfStates: as for `run_steps`.
-        """
-        specs = self._specs()
-        run_steps(self._engine, specs)
-        self._ran.update(specs)
-
-    def run_next(self) -> bool:
-        """Runs one program, unless a thread still compiles some; returns whether it ran one.
-
-        A program is left out if other users of the cache leave no room for a row.
-        """
-        if self._engine.asleep or self._engine.runner.programs.pending:
-            return False
-        specs = self._specs()
-        spec = next((one for one in specs if one not in self._ran), None)
-        if spec is None:
-            return False
-        self._ran.add(spec)
-        if not isinstance(spec, StepSpec | SampleSpec):
-            return True
-        # What samples runs behind a step.
-        steps = [one for one in specs if isinstance(spec, SampleSpec) and _fits(one, spec)][:1]
-        with suppress(OutOfPages, OutOfStates):
-            run_steps(self._engine, [*steps, spec])
-        return True
-
-    def _specs(self) -> list[ProgramSpec]:
-        return [program.spec for program in self._engine.runner.programs.manifest()]
 
 
 def run_steps(engine: Engine, specs: Sequence[ProgramSpec]) -> int:
@@ -72,7 +25,8 @@ def run_steps(engine: Engine, specs: Sequence[ProgramSpec]) -> int:
 
     Args:
         engine: without requests.
-        specs: of compiled programs; other programs than steps are left out.
+        specs: of compiled programs; other programs than steps are left out, and those that sample from steps of which
+            none is among them.
 
     Raises:
         OutOfPages, OutOfStates: other users of the cache leave no room for the row.
@@ -82,16 +36,12 @@ def run_steps(engine: Engine, specs: Sequence[ProgramSpec]) -> int:
     for spec in steps:
         for _ in range(_RUNS):
             _run(engine, spec)
+    forward = {spec.rows: spec for spec in steps if spec.forward_only}
+    samplers = [sampler for sampler in samplers if sampler.rows in forward]
     for sampler in samplers:
-        first = next(one for one in steps if _fits(one, sampler))
         for _ in range(_RUNS):
-            _run(engine, first, sampler)
+            _run(engine, forward[sampler.rows], sampler)
     return len(steps) + len(samplers)
-
-
-def _fits(spec: ProgramSpec, sampler: SampleSpec) -> bool:
-    """Returns whether a program computes the hidden states that another one samples from."""
-    return isinstance(spec, StepSpec) and spec.forward_only and spec.rows == sampler.rows
 
 
 def _run(engine: Engine, spec: StepSpec, sampler: SampleSpec | None = None) -> None:

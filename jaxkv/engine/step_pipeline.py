@@ -181,7 +181,8 @@ class StepPipeline:
         needed = choose()
         fitting = self._runner.fit(needed)
         # If the compiled program ran out of memory, a smaller one is compiled instead.
-        if self._oom_backoff.avoids(fitting) and not self._runner.programs.strict:
+        may_compile = not self._runner.programs.strict or self._runner.programs.is_pending(needed)
+        if self._oom_backoff.avoids(fitting) and may_compile:
             return needed
         return fitting
 

@@ -1,6 +1,7 @@
 """Warm-up: lists the programs that serving will need, and compiles them before the first request."""
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from jaxkv.memory import outside_bytes
 from jaxkv.models.protocol import Model, Params
 from jaxkv.offload.programs import declare_swaps
 from jaxkv.programs.costs import record_costs
+from jaxkv.programs.manifest import Program
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.buckets import bucket
 from jaxkv.runner.cache_programs import AdmitSpec, CopySpec
@@ -41,8 +43,9 @@ class WarmUp:
         seconds: wall time.
         host_seconds: seconds of tracing and lowering, which run in one thread.
         temp_bytes: the largest temporary memory of one program.
-        sum_bytes: bytes on each GPU that sums over several GPUs keep outside of JAX's pool once all programs have run.
-        pending: number of further programs, which a thread compiles while the others serve.
+        sum_bytes: bytes on each GPU that sums over several GPUs keep outside of JAX's pool once all these programs have
+            run.
+        pending: number of further programs, which a thread compiles while these serve.
     """
 
     programs: int
@@ -93,8 +96,9 @@ def compile_all(
     runner.programs.unseal()
     try:
         compiled = runner.compile_all(first, progress=progress)
+        sums = sum(program.report.sum_bytes for program in compiled)
         if later:
-            runner.compile_in_background(later, lambda program: record_costs(identity, [program]))
+            runner.compile_in_background(later, _Later(identity, sums).note)
     finally:
         runner.programs.seal()
     new = [program for program in compiled if program not in known]
@@ -105,7 +109,7 @@ def compile_all(
         seconds=time.perf_counter() - start,
         host_seconds=sum(program.host_seconds for program in new),
         temp_bytes=max((program.report.temp_bytes for program in compiled), default=0),
-        sum_bytes=sum(program.report.sum_bytes for program in compiled),
+        sum_bytes=sums,
         pending=runner.programs.pending,
     )
     _LOG.info("warmed up: %s", warm_up)
@@ -128,7 +132,12 @@ def divide(
         The few, the largest first, and the others, each in this order.
     """
     first, later = [], []
-    serving = list(known)
+    # Rows that a step in two programs computes are sampled by programs of this warm-up.
+    serving = [
+        one
+        for one in known
+        if one in needed or not (isinstance(one, StepSpec) and one.forward_only)
+    ]
     for spec in sorted(needed, key=lambda one: one.order_of_cost, reverse=True):
         if spec in known:
             continue
@@ -151,14 +160,36 @@ def _may_come_later(spec: ProgramSpec, serving: Sequence[ProgramSpec]) -> bool:
     )
 
 
-def warn_of_sums(kept: int) -> None:
-    """Warns if sums over several GPUs need more memory outside of JAX's pool than there is.
+class _Later:
+    """Notes the programs of the background: their costs, and what their sums over several GPUs keep.
+
+    Args:
+        identity: see `cost_identity`.
+        kept: `WarmUp.sum_bytes` of the programs before.
+    """
+
+    def __init__(self, identity: str, kept: int) -> None:
+        self._identity, self._kept, self._has_warned = identity, kept, False
+        self._lock = threading.Lock()
+
+    def note(self, program: Program) -> None:
+        """Notes a program; several threads may at once."""
+        with self._lock:
+            record_costs(self._identity, [program])
+            self._kept += program.report.sum_bytes
+            if program.report.sum_bytes and not self._has_warned:
+                self._has_warned = warn_of_sums(self._kept)
+
+
+def warn_of_sums(kept: int) -> bool:
+    """Warns if sums over several GPUs need more memory outside of JAX's pool than there is; returns whether it did.
 
     Args:
         kept: `WarmUp.sum_bytes`.
     """
     room = outside_bytes() if kept else None
-    if room is not None and kept + _DRIVER_BYTES > room:
+    is_short = room is not None and kept + _DRIVER_BYTES > room
+    if room is not None and is_short:
         _LOG.warning(
             "sums over the GPUs will keep %.1f GiB of each GPU outside of JAX's pool once all programs have run, where "
             "%.1f GiB are; lower XLA_PYTHON_CLIENT_MEM_FRACTION, or compile fewer programs with a smaller "
@@ -166,6 +197,7 @@ def warn_of_sums(kept: int) -> None:
             kept / 2**30,
             room / 2**30,
         )
+    return is_short
 
 
 def cost_identity(model: Model, params: Params) -> str:

@@ -4,15 +4,16 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxkv.memory import without_garbage_collection
-from jaxkv.programs.compile import TURN, Built, most_workers, ready_builds
+from jaxkv.programs.compile import TRACING_LOCK, Build, Built, most_workers, ready_builds
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
@@ -21,31 +22,51 @@ from pallas_kernels.lowering_helpers import LoweringHelpers
 _LOG = logging.getLogger(__name__)
 
 _SWITCH_SECONDS = 0.0002
-"""Seconds after which a thread that runs Python lets another one run; each step waits a few times for its turn."""
-_usual: list[float] = []
+"""Seconds after which a thread that runs Python lets another one run; each step waits a few times to run again."""
+_intervals_before: list[float] = []
 """For each thread that compiles, the seconds of before."""
+
+
+class Order(NamedTuple):
+    """A program to compile.
+
+    Attributes:
+        lowering: what to compile, without arrays.
+        on_compiled: called with the program, in a thread of XLA, once it can be used.
+    """
+
+    lowering: Lowering
+    on_compiled: Callable[[Any], None]
 
 
 class BackgroundCompiler:
     """Compiles programs in the order in which they were added, in a thread that ends after the last one.
 
-    The thread holds `TURN` while it traces or lowers one program, so others that compile wait for one at most. When the
-    main thread has ended, it ends after the programs that XLA works on.
+    The thread holds `TRACING_LOCK` while it traces or lowers one program, so others that compile wait for one at most.
+    It ends early if the main thread or `keep`'s object is gone, after the programs that XLA works on.
 
     Args:
-        keep: called with each program that is built, in a thread of XLA. If it raises, the program has failed.
+        keep: a method that is called with each program that is built, in a thread of XLA. If it raises, the program has
+            failed.
+        is_compiled: whether a program needs no compilation.
     """
 
-    def __init__(self, keep: Callable[[ProgramSpec, Built], None]) -> None:
-        self._keep = keep
+    def __init__(
+        self,
+        keep: Callable[[ProgramSpec, Built, Order], None],
+        is_compiled: Callable[[ProgramSpec], bool],
+    ) -> None:
+        # Programs belong to a runner, whose memory must not stay because of this thread.
+        self._keep = weakref.WeakMethod(keep)
+        self._is_compiled = is_compiled
         self._changed = threading.Condition()
-        self._waiting: dict[ProgramSpec, Lowering] = {}
-        self._begun: set[ProgramSpec] = set()
+        self._waiting: dict[ProgramSpec, Order] = {}
+        self._begun: dict[ProgramSpec, Order] = {}
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._failures: list[BaseException] = []
         self.seconds = 0.0
-        """Wall time of the thread, once it has ended."""
+        """Wall time of the threads that have ended."""
 
     def __contains__(self, spec: ProgramSpec) -> bool:
         return spec in self._waiting or spec in self._begun
@@ -53,11 +74,15 @@ class BackgroundCompiler:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
 
-    def add(self, lowerings: Mapping[ProgramSpec, Lowering]) -> None:
-        """Adds programs behind those that wait, and starts the thread if it does not run."""
+    def add(self, orders: Mapping[ProgramSpec, Order]) -> None:
+        """Adds the programs that are neither compiled nor here, and starts the thread if it does not run."""
         with self._changed:
             self._is_stopped = False
-            self._waiting |= {spec: one for spec, one in lowerings.items() if spec not in self}
+            self._waiting |= {
+                spec: order
+                for spec, order in orders.items()
+                if spec not in self and not self._is_compiled(spec)
+            }
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="jaxkv-compiler")
                 self._thread.start()
@@ -72,7 +97,7 @@ class BackgroundCompiler:
         """Waits for all programs.
 
         Raises:
-            ProgramRefused, ValueError, JaxRuntimeError: the first error of those that failed.
+            ProgramRefused, ValueError, RuntimeError: the first error of those that failed.
         """
         self._join()
         failures, self._failures = self._failures, []
@@ -110,21 +135,23 @@ class BackgroundCompiler:
 
     @property
     def _must_end(self) -> bool:
-        return self._is_stopped or not threading.main_thread().is_alive()
+        is_dropped = self._keep() is None
+        return self._is_stopped or is_dropped or not threading.main_thread().is_alive()
 
     def _compile_waiting(self) -> None:
         """Compiles the programs that wait, also those that are added before the last one is traced."""
         with (
-            _entered_in_turn(_quick_switches()),
-            _entered_in_turn(without_garbage_collection()),
-            _entered_in_turn(repaired_entries()),
+            _holding_lock_at_ends(_quick_switches()),
+            _holding_lock_at_ends(without_garbage_collection()),
+            repaired_entries(),
             LoweringHelpers() as helpers,
             ThreadPoolExecutor(most_workers()) as pool,
         ):
-            for spec, build in ready_builds(self._next(), helpers):
+            builds = ready_builds(self._next(), helpers, failed=self._note_untraced)
+            for spec, build in builds:
                 if self._must_end:
                     return
-                done = pool.submit(build.finish)
+                done = pool.submit(self._finish, build)
                 done.add_done_callback(lambda future, spec=spec: self._note_built(spec, future))
 
     def _next(self) -> Iterator[tuple[ProgramSpec, Callable[[], Lowering]]]:
@@ -133,51 +160,65 @@ class BackgroundCompiler:
             with self._changed:
                 if not self._waiting or self._must_end:
                     return
-                spec, lowering = next(iter(self._waiting.items()))
+                spec, order = next(iter(self._waiting.items()))
                 # In this order, as others ask for it without the lock.
-                self._begun.add(spec)
+                self._begun[spec] = order
                 del self._waiting[spec]
-            yield spec, lambda lowering=lowering: lowering
+            yield spec, lambda order=order: order.lowering
 
-    def _note_built(self, spec: ProgramSpec, future: Future[Built]) -> None:
+    def _finish(self, build: Build) -> Built | None:
+        """Builds a program, in a thread of XLA; returns `None` if nobody needs it any more."""
+        return None if self._must_end else build.finish()
+
+    def _note_built(self, spec: ProgramSpec, future: Future[Built | None]) -> None:
         try:
-            self._keep(spec, future.result())
+            built, keep = future.result(), self._keep()
+            if built is not None and keep is not None:
+                keep(spec, built, self._begun[spec])
         except Exception as error:
             self._note_failure(str(spec), error)
+        self._end(spec)
+
+    def _note_untraced(self, spec: ProgramSpec, error: Exception) -> None:
+        self._note_failure(str(spec), error)
+        self._end(spec)
+
+    def _end(self, spec: ProgramSpec) -> None:
         with self._changed:
-            self._begun.discard(spec)
+            self._begun.pop(spec, None)
             self._changed.notify_all()
 
     def _note_failure(self, what: str, error: Exception) -> None:
         if self._must_end:
             return
         _LOG.error("%s could not be compiled in the background: %r", what, error)
-        self._failures.append(error)
+        # The frames of the traceback keep traces alive.
+        self._failures.append(error.with_traceback(None))
 
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
     """Lets Python's threads take turns as often as `_SWITCH_SECONDS` says, until no thread is in such a block."""
-    usual = _usual[0] if _usual else sys.getswitchinterval()
-    _usual.append(usual)
-    sys.setswitchinterval(min(usual, _SWITCH_SECONDS))
+    before = _intervals_before[0] if _intervals_before else sys.getswitchinterval()
+    _intervals_before.append(before)
+    sys.setswitchinterval(min(before, _SWITCH_SECONDS))
     try:
         yield
     finally:
-        _usual.pop()
-        if not _usual:
-            sys.setswitchinterval(usual)
+        _intervals_before.pop()
+        if not _intervals_before:
+            sys.setswitchinterval(before)
 
 
 @contextmanager
-def _entered_in_turn(block: AbstractContextManager[None]) -> Iterator[None]:
-    """Enters and leaves a block that changes global state while no other thread is inside of such a one."""
-    with TURN:
+def _holding_lock_at_ends(block: AbstractContextManager[None]) -> Iterator[None]:
+    """Holds `TRACING_LOCK` while it enters and while it leaves a block that changes global state."""
+    with TRACING_LOCK:
         block.__enter__()
     try:
         yield
     finally:
-        with TURN:
+        with TRACING_LOCK:
             block.__exit__(None, None, None)
 
 

@@ -48,8 +48,8 @@ _PLATFORMS = ("cuda",)
 
 _MOST_WORKERS = 16
 
-TURN = threading.RLock()
-"""Held by the thread that traces and lowers a program, or that changes global state to compile some."""
+TRACING_LOCK = threading.RLock()
+"""Held by a thread while it traces or lowers a program, so that one that serves waits for at most one of these."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,12 @@ class Build:
         return helpers.request(self.traced, _PLATFORMS)
 
     def is_ready(self, helpers: LoweringHelpers) -> bool:
-        """Returns whether `lower` would wait for no process."""
+        """Returns whether no process has still to lower some of its kernels."""
         return helpers.is_done(self.traced)
 
-    def lower(self, helpers: LoweringHelpers | None = None) -> None:
-        """Lowers the program in this thread, with the kernels that processes have lowered.
-
-        Args:
-            helpers: these processes.
-        """
+    def lower(self) -> None:
+        """Lowers the program in this thread."""
         start = time.perf_counter()
-        if helpers is not None:
-            helpers.collect(self.traced)
         with quick_lowering():
             self._lowered = self.traced.lower()
         self._host_seconds += time.perf_counter() - start
@@ -162,30 +156,61 @@ def most_workers() -> int:
 
 
 def ready_builds(
-    missing: Iterable[tuple[ProgramSpec, Callable[[], Lowering]]], helpers: LoweringHelpers
+    missing: Iterable[tuple[ProgramSpec, Callable[[], Lowering]]],
+    helpers: LoweringHelpers,
+    *,
+    failed: Callable[[ProgramSpec, Exception], None] | None = None,
 ) -> Iterator[tuple[ProgramSpec, Build]]:
     """Traces programs, lowers them, and yields each as soon as only XLA has work with it.
 
     Those whose kernels other processes lower come last, in the order in which these processes have them: this thread
     traces all programs meanwhile.
+
+    Args:
+        missing: each program's spec, and a function that returns what to compile.
+        helpers: the other processes.
+        failed: called with each program that cannot be traced or lowered, which is left out; `None` to raise instead.
+            Others of which the kernels are ready then come between two traces, since they are used at once.
     """
     waiting: list[tuple[ProgramSpec, Build]] = []
-    for spec, build in missing:
-        with TURN:
-            program = Build(spec.name, build())
-            is_asked_for = program.request(helpers)
-            if not is_asked_for and not program.is_stored:
-                program.lower(helpers)
-        if is_asked_for:
-            waiting.append((spec, program))
+
+    def lowered(spec: ProgramSpec, program: Build) -> Iterator[tuple[ProgramSpec, Build]]:
+        try:
+            # Not under the lock, which others wait for.
+            helpers.collect(program.traced)
+            with TRACING_LOCK:
+                program.lower()
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(spec, error)
         else:
             yield spec, program
-    while waiting:
+
+    def first_ready() -> int | None:
         ready = (at for at, (_, program) in enumerate(waiting) if program.is_ready(helpers))
-        spec, program = waiting.pop(next(ready, 0))
-        with TURN:
-            program.lower(helpers)
-        yield spec, program
+        return next(ready, None)
+
+    for spec, build in missing:
+        try:
+            with TRACING_LOCK:
+                program = Build(spec.name, build())
+                is_asked_for = program.request(helpers)
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(spec, error)
+            continue
+        if is_asked_for:
+            waiting.append((spec, program))
+        elif program.is_stored:
+            yield spec, program
+        else:
+            yield from lowered(spec, program)
+        if failed is not None and (at := first_ready()) is not None:
+            yield from lowered(*waiting.pop(at))
+    while waiting:
+        yield from lowered(*waiting.pop(first_ready() or 0))
     helpers.end()
 
 

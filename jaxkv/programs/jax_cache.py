@@ -10,11 +10,12 @@ import os
 import re
 import stat
 import tempfile
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -27,6 +28,11 @@ MIN_COMPILE_SECONDS = 0.2
 _LOG = logging.getLogger(__name__)
 _turned_on: set[Path] = set()
 """Folders in which this module has turned on JAX's cache, as opposed to the user."""
+_LOCK = threading.Lock()
+_open_blocks: list[None] = []
+"""One for each thread inside of `repaired_entries`."""
+_before: list[tuple[Any, Callable[..., None]]] = []
+"""The filter of warnings that the first of these has added, and what showed warnings before."""
 _BROKEN = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
 
 
@@ -105,23 +111,37 @@ def without_entry() -> AbstractContextManager[None]:
 
 @contextmanager
 def repaired_entries() -> Iterator[None]:
-    """Within the block, deletes cache entries that fail to load, so that JAX writes them again.
+    """Deletes cache entries that fail to load, so that JAX writes them again, while a thread is in such a block.
 
     JAX's warning names the program and not the entry, so all entries of programs with that name are deleted.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=_BROKEN.pattern)
-        show = warnings.showwarning
-
-        def repair(message: Warning | str, *details: Any, **options: Any) -> None:  # noqa: ANN401 - passed through
-            found = _BROKEN.match(str(message))
-            if found is None:
-                show(message, *details, **options)
-            else:
-                _delete_entries(found.group(1), str(message))
-
-        warnings.showwarning = repair
+    with _LOCK:
+        if not _open_blocks:
+            warnings.filterwarnings("always", message=_BROKEN.pattern)
+            _before.append((warnings.filters[0], warnings.showwarning))
+            warnings.showwarning = _repair
+        _open_blocks.append(None)
+    try:
         yield
+    finally:
+        with _LOCK:
+            _open_blocks.pop()
+            if not _open_blocks:
+                ours, show = _before.pop()
+                # A block of `warnings.catch_warnings` may have put back what was there before.
+                if ours in warnings.filters:
+                    cast("list[Any]", warnings.filters).remove(ours)
+                if warnings.showwarning is _repair:
+                    warnings.showwarning = show
+
+
+def _repair(message: Warning | str, *details: Any, **options: Any) -> None:  # noqa: ANN401 - passed through
+    found = _BROKEN.match(str(message))
+    if found is not None:
+        _delete_entries(found.group(1), str(message))
+        return
+    _, show = _before[-1]
+    show(message, *details, **options)
 
 
 def _delete_entries(program: str, message: str) -> None:

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.memory import without_garbage_collection
-from jaxkv.programs.background import BackgroundCompiler, threads_have_settings
+from jaxkv.programs.background import BackgroundCompiler, Order, threads_have_settings
 from jaxkv.programs.compile import (
-    TURN,
+    TRACING_LOCK,
     Build,
     Built,
     compile_count,
@@ -101,9 +101,7 @@ class Programs:
         self._sealed = False
         self._programs: dict[ProgramSpec, Program] = {}
         self._callbacks: list[Callable[[str], None]] = []
-        self._background = BackgroundCompiler(self._keep)
-        # Told of the programs that are compiled in the background.
-        self._tell: dict[ProgramSpec, Callable[[Program], None]] = {}
+        self._background = BackgroundCompiler(self._keep, self._programs.__contains__)
 
     @property
     def is_closed(self) -> bool:
@@ -117,7 +115,7 @@ class Programs:
 
     @property
     def compile_seconds(self) -> float:
-        """Wall time spent on compiling programs, or on loading them from disk, in the background too."""
+        """Wall time spent on compiling programs, or on loading them from disk; of the background once it has ended."""
         return self._foreground_seconds + self._background.seconds
 
     def is_pending(self, spec: ProgramSpec) -> bool:
@@ -169,7 +167,7 @@ class Programs:
         # `repaired_entries` changes global state, so it is entered once, around all threads.
         with (
             self._compiling(f"{len(missing)} programs"),
-            TURN,
+            TRACING_LOCK,
             # Traces are millions of live objects, which the collector would scan often.
             without_garbage_collection(),
             repaired_entries(),
@@ -189,38 +187,40 @@ class Programs:
         return [self._programs[spec] for spec in builds]
 
     def compile_in_background(
-        self, lowerings: Mapping[ProgramSpec, Lowering], tell: Callable[[Program], None]
+        self, lowerings: Mapping[ProgramSpec, Lowering], on_compiled: Callable[[Program], None]
     ) -> None:
         """Compiles the missing ones of these programs in a thread, while others run, and returns at once.
 
         Contexts of JAX that are open in this thread, such as `jax.enable_x64`, do not hold in others; inside of one the
-        programs are compiled before this returns.
+        programs are compiled before this returns. Python's garbage collector is off until all are compiled.
 
         Args:
             lowerings: spec -> what to compile, without arrays.
-            tell: called with each of these programs once it is in the manifest, in another thread.
+            on_compiled: called with each of these programs once it is in the manifest, in another thread.
         """
-        missing = {spec: one for spec, one in lowerings.items() if spec not in self._programs}
-        if not threads_have_settings():
-            builds = {spec: lambda one=one: one for spec, one in missing.items()}
-            for program in self.get_all(builds):
-                tell(program)
+        if threads_have_settings():
+            self._background.add({spec: Order(one, on_compiled) for spec, one in lowerings.items()})
             return
-        self._tell |= dict.fromkeys(missing, tell)
-        self._background.add(missing)
+        builds = {
+            spec: lambda one=one: one
+            for spec, one in lowerings.items()
+            if spec not in self._programs
+        }
+        for program in self.get_all(builds):
+            on_compiled(program)
 
     def wait(self) -> None:
         """Waits until the background has compiled all its programs.
 
         Raises:
-            ProgramRefused, ValueError, JaxRuntimeError: the first error of those that failed.
+            ProgramRefused, ValueError, RuntimeError: the first error of those that failed.
         """
         self._background.wait()
 
-    def _keep(self, spec: ProgramSpec, built: Built) -> None:
+    def _keep(self, spec: ProgramSpec, built: Built, order: Order) -> None:
         """Adds a program that the background has built."""
         program = self._programs[spec] = _program(spec, built, audited=self.audit)
-        self._tell.pop(spec)(program)
+        order.on_compiled(program)
 
     def add(self, built: Mapping[ProgramSpec, Built]) -> None:
         """Adds programs that are built already.
@@ -283,7 +283,6 @@ class Programs:
         """Removes all programs, and ends the compilations of the background."""
         self._background.stop()
         self._programs.clear()
-        self._tell.clear()
 
     def manifest(self) -> tuple[Program, ...]:
         """Returns every program, sorted by spec."""
@@ -308,7 +307,7 @@ def compile_program(spec: ProgramSpec, lowering: Lowering, *, audited: bool = Tr
         ProgramRefused: it does not update its cache in place, or closes over weights.
         ValueError: its arguments are no arrays with a dtype.
     """
-    with TURN, repaired_entries():
+    with TRACING_LOCK, repaired_entries():
         return _program(spec, Build(spec.name, lowering).finish(), audited=audited)
 
 

@@ -428,6 +428,8 @@ class ReplicatedLLM:
     ) -> WarmUp:
         """Compiles the programs of all replicas, whose compilers share a cache on disk; see `LLM.warm_up`.
 
+        With `background`, `finish_warm_up` waits for those that are left to threads.
+
         Args:
             batch: most prompts at once on one replica.
             prompt_tokens: tokens of the longest prompt.

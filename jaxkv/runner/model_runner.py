@@ -1,7 +1,8 @@
 """The model runner: parameters, the cache on the device, and the compiled programs that update it."""
 
+import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -94,8 +95,9 @@ class ModelRunner:
         # A model without layers, which takes given logits, has no large programs.
         self._small_blocks = [*map(small_blocks, devices)] if model.num_layers else []
         self.packed_layout = PackedLayout(layout, counts, model.vocab_size, processors)
-        # Compiled programs that this runner has used.
-        self._known: dict[ProgramSpec, Program] = {}
+        # Compiled programs. Threads that check requests read it too, so it is replaced and not changed.
+        self._known: Mapping[ProgramSpec, Program] = {}
+        self._adding = threading.Lock()
         # Those that were compiled in the background since the last look.
         self._arrived: deque[Program] = deque()
         self._refused: dict[ProgramSpec, Exception] = {}
@@ -227,11 +229,12 @@ class ModelRunner:
             self.hosts.close()
         self.params, self.adapters, self._hidden = (), None, None
         self._small_blocks.clear()
-        self._known.clear()
         # The tracebacks of these errors refer to the parameters.
         self._refused.clear()
         self._named_programs.clear()
         self.programs.clear()
+        self._arrived.clear()
+        self._known = {}
 
     def fit[S: ProgramSpec](self, spec: S) -> S:
         """Returns the program to run instead of `spec`: itself if it is compiled, or a compiled one that serves.
@@ -239,10 +242,10 @@ class ModelRunner:
         Of several it returns the cheapest. Only programs that cost about the same qualify, unless strict, or while
         `spec` is compiled in the background. If none does, it returns `spec`, which is compiled at its first run.
         """
-        self._adopt()
-        if spec in self._known:
+        compiled = self._compiled_specs()
+        if spec in compiled:
             return spec
-        able = [known for known in self._known if known.serves(spec)]
+        able = [known for known in compiled if known.serves(spec)]
         if not (self.programs.strict or self.programs.is_pending(spec)):
             able = [known for known in able if known.costs_like(spec)]
         found = min(able, key=lambda known: known.order_of_cost, default=spec)
@@ -250,18 +253,20 @@ class ModelRunner:
         return found
 
     def has(self, spec: ProgramSpec) -> bool:
-        """Returns whether a program is compiled and was used by this runner."""
-        self._adopt()
-        return spec in self._known
+        """Returns whether a program is compiled, by this runner or in the background."""
+        return spec in self._compiled_specs()
 
     def may_run(self, spec: ProgramSpec) -> bool:
         """Returns whether a program is compiled, or may be compiled now and is not in the background."""
         return self.has(spec) or not (self.programs.is_closed or self.programs.is_pending(spec))
 
-    def _adopt(self) -> None:
-        while self._arrived:
-            program = self._arrived.popleft()
-            self._known[program.spec] = program
+    def _compiled_specs(self) -> Collection[ProgramSpec]:
+        """Returns the specs of all compiled programs, with those that have arrived from the background."""
+        if self._arrived:
+            with self._adding:
+                arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+                self._known = {**self._known, **{program.spec: program for program in arrived}}
+        return self._known
 
     def refusal(self, spec: StepSpec) -> Exception | None:
         """Returns the error of the last attempt to get a program; `None` if it succeeded or there was none."""
@@ -365,7 +370,8 @@ class ModelRunner:
         except STEP_FAILURES as error:
             self._refused[spec] = error
             raise
-        self._known[spec] = program
+        with self._adding:
+            self._known = {**self._known, spec: program}
         self._refused.pop(spec, None)
         return program
 
@@ -381,19 +387,21 @@ class ModelRunner:
         return self.all_compiled(list(needed), progress=progress)
 
     def compile_in_background(
-        self, needed: Sequence[ProgramSpec], compiled: Callable[[Program], None]
+        self, needed: Sequence[ProgramSpec], on_compiled: Callable[[Program], None]
     ) -> None:
         """Compiles programs in a thread while others run; see `Programs.compile_in_background`.
 
         Args:
             needed: their specs.
-            compiled: called with each of them, in another thread.
+            on_compiled: called with each of them, in another thread.
         """
         self.refuse_hosts("compilation in the background")
+        # The thread must not keep this runner, whose parameters would stay in memory.
+        arrived = self._arrived
 
         def arrive(program: Program) -> None:
-            self._arrived.append(program)
-            compiled(program)
+            arrived.append(program)
+            on_compiled(program)
 
         lowerings = {spec: spec.lowering(self).without_arrays() for spec in needed}
         self.programs.compile_in_background(lowerings, arrive)

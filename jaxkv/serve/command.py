@@ -146,7 +146,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--warm-up-in-background",
         action="store_true",
         help="be ready once a few programs can serve all requests of --warm-up, though slower, and compile the others "
-        "meanwhile",
+        "meanwhile; without effect with several hosts",
     )
     parser.add_argument(
         "--programs",
@@ -479,6 +479,10 @@ def _start(options: argparse.Namespace) -> Any:  # noqa: ANN401 - `Start` needs 
     Raises:
         ValueError: an option is out of range.
     """
+    if options.warm_up_in_background and not options.warm_up:
+        raise ValueError(
+            "--warm-up-in-background is for the programs of --warm-up, of which there is none; give both or neither"
+        )
     from jaxkv.serve.wire import Start
 
     return Start(

@@ -26,7 +26,7 @@ from jaxkv.config.engine import EngineConfig
 from jaxkv.config.lora import LoraConfig
 from jaxkv.config.plain_sampling import unpack_sampling
 from jaxkv.engine.command_loop import CommandLoop, StepTimer
-from jaxkv.engine.first_runs import FirstRuns
+from jaxkv.engine.first_runs import run_steps
 from jaxkv.engine.recovery import is_fatal, is_loss
 from jaxkv.engine.request import Request
 from jaxkv.errors import (
@@ -144,20 +144,16 @@ class EngineServer:
         self._inbox = inbox
         self._hang_seconds = hang_seconds
         self._sampling_defaults = sampling_defaults
-        self._first_runs = FirstRuns(llm.engine)
-        self._loop = CommandLoop(
-            llm.engine, llm.lock, self._deliver, self, self._first_runs.run_next
-        )
+        self._loop = CommandLoop(llm.engine, llm.lock, self._deliver, self)
         self._sender = _Sender(inbox.end, self._loop.end)
         self._calls: dict[int, list[ServedSample]] = {}
 
     def run(self) -> None:
-        """Serves until the socket is closed, after a first run of each program.
+        """Serves until the socket is closed.
 
         Raises:
             Exception: the engine has failed.
         """
-        self._first_runs.run_all()
         self._sender.send(self._facts())
         if self._engine.runner.programs.pending:
             threading.Thread(target=self._await_programs, name="jaxkv-await", daemon=True).start()
@@ -168,11 +164,11 @@ class EngineServer:
         self._loop.run()
 
     def _await_programs(self) -> None:
-        """Wakes the loop once all programs are compiled, so that it runs them while it is idle."""
+        """Excludes what the programs of the background have left from garbage collection, once all are compiled."""
         # The thread that compiles logs what fails.
         with suppress(Exception):
             self._llm.finish_warm_up()
-        # What was traced stays, as in `main`; a collection now would keep requests waiting.
+        # As in `main`, but without a collection, for which requests would wait.
         self._loop.put(gc.freeze)
 
     def _fail(self, error: BaseException) -> None:
@@ -409,7 +405,7 @@ def _load(start: Start) -> LLM:
         return llm
     for name, path in start.lora_modules.items():
         llm.add_lora(name, path)
-    warm_up_served(llm, start.warm_up, background=start.warm_up_in_background)
+    _warm_up(llm, start)
     return llm
 
 
@@ -433,6 +429,14 @@ def _follow(llm: LLM, inbox: Inbox) -> int:
         over()
     _Sender(inbox.end, lambda: None).send(ended, seconds=_LAST_WORDS_SECONDS)
     return ended.code
+
+
+def _warm_up(llm: LLM, start: Start) -> None:
+    """Compiles the programs of `Start.warm_up`, and runs each program that is compiled by now."""
+    warm_up_served(llm, start.warm_up, background=start.warm_up_in_background)
+    if programs := llm.engine.runner.programs.manifest():
+        with llm.lock.held():
+            run_steps(llm.engine, [program.spec for program in programs])
 
 
 def main() -> int:

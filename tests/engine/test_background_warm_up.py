@@ -1,6 +1,7 @@
 """A warm-up in the background: a few programs serve all requests until each has its own, with the same tokens."""
 
 import random
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,12 +13,13 @@ from jaxkv.cache.variants import gqa
 from jaxkv.engine.request import Request
 from jaxkv.engine.warm_up import declare_served, divide
 from jaxkv.errors import ProgramRefused
-from jaxkv.programs.compile import TURN
-from jaxkv.programs.manifest import compile_count
+from jaxkv.programs.compile import TRACING_LOCK
+from jaxkv.programs.manifest import Programs, compile_count
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.runner.sample_spec import SampleSpec
 from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes
 from jaxkv.sampling.features import Features
+from tests.engine.engines import engine_for
 from tests.engine.simulated_engines import KINDS, draw_setting
 from tests.engine.simulated_memory import put_caches_on_device
 from tests.engine.simulated_play import Play, assert_all_is_free, check_books
@@ -71,6 +73,21 @@ def test_programs_that_are_compiled_already_serve_too():
     none, rest = divide(greedy, first)
     assert none == []
     assert {*rest} == {*greedy}
+
+
+def test_a_step_in_two_programs_runs_in_one_whose_sampler_this_warm_up_has():
+    """With log-probabilities the samplers are others, and the forward programs are the same."""
+    shapes = StepShapes(layout(), **GPU_SIZES, grain=COARSE)
+    plain, scored = (Features(grammar=True, logprobs=top) for top in (None, 4))
+    known, _ = divide(shapes.declare_all(plain), [])
+    needed = shapes.declare_all(scored, rows=4, new_tokens=64, total_tokens=128)
+    first, _ = divide(needed, known)
+    runs = {*first, *(one for one in known if one in needed)}
+    samplers = {one.rows for one in runs if isinstance(one, SampleSpec)}
+    for spec in needed:
+        if isinstance(spec, StepSpec) and spec.forward_only:
+            able = [one for one in (*runs, *known) if one.serves(spec)]
+            assert min(able, key=lambda one: one.order_of_cost).rows in samplers
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +145,7 @@ def test_a_strict_llm_serves_before_and_after_with_the_same_tokens(tmp_path):
     prompts = [[5] * 30, [7] * 3, [9, 8, 7, 6, 5], [1, 2] * 9, [3] * 12]
     config = EngineConfig(token_budget=64, steps_per_launch=2)
     with LLM(folder, cache=cache, engine=config, strict=True, **options) as llm:
-        with TURN:
+        with TRACING_LOCK:
             warm = llm.warm_up(batch=8, prompt_tokens=40, sampling=GREEDY, background=True)
             assert warm.pending == llm.stats().programs_pending > warm.programs > 3
             assert f"{warm.pending} more are compiled in the background" in str(warm)
@@ -158,11 +175,58 @@ def test_a_strict_llm_serves_before_and_after_with_the_same_tokens(tmp_path):
         assert llm.stats().compiled_late == 0
 
 
+def test_what_ran_out_of_memory_is_not_run_again_while_a_smaller_program_is_on_its_way(tmp_path):
+    cache = CacheConfig(max_sequences=2, page_size=16)
+    folder = one_layer_model(tmp_path / "one")
+    options = {"dtype": "float32", "max_model_len": 128, "cache": cache, "progress": False}
+    with LLM(folder, strict=True, **options) as llm:
+        pipeline, backoff = llm.engine._pipeline, llm.engine.oom_backoff
+        with TRACING_LOCK:
+            llm.warm_up(batch=2, prompt_tokens=60, sampling=GREEDY, background=True)
+            [sequence] = llm.engine.add(llm.requests([5] * 10, GREEDY))
+            parts = llm.engine.scheduler.plan().parts
+            larger = pipeline.shape(parts)
+            assert larger.tokens > 16
+            backoff.note_failure(larger, MemoryError("no room"), lost=False)
+            smaller = pipeline.shape(parts)
+            assert smaller.tokens < larger.tokens
+            assert llm.engine.runner.programs.is_pending(smaller)
+            assert llm.engine.runner.program(smaller).spec == smaller
+            llm.engine.abort(sequence)
+
+
+def test_programs_arrive_while_other_threads_check_requests():
+    """Callers of `AsyncLLM` check their requests in threads of their own, beside the one that steps."""
+    runner = engine_for(programs=Programs()).runner
+    shapes = [StepSpec(tokens, 1, (1,), Features()) for tokens in range(2, 400)]
+    ends, failures = threading.Event(), []
+
+    def check():
+        try:
+            while not ends.is_set():
+                runner.fit(shapes[-1])
+                runner.has(shapes[0])
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=check) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for spec in shapes:
+        runner._arrived.append(SimpleNamespace(spec=spec))
+        runner.fit(spec)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(map(runner.has, shapes))
+
+
 def test_an_llm_that_closes_ends_the_background(tmp_path):
     cache = CacheConfig(max_sequences=8, page_size=16)
     folder = one_layer_model(tmp_path / "one")
     llm = LLM(folder, dtype="float32", max_model_len=64, cache=cache, progress=False)
-    with TURN:
+    with TRACING_LOCK:
         llm.warm_up(batch=8, prompt_tokens=40, sampling=GREEDY, background=True)
         programs = llm.engine.runner.programs
         assert programs.pending > 1
@@ -170,5 +234,8 @@ def test_an_llm_that_closes_ends_the_background(tmp_path):
     llm.close()
     assert programs.pending == 0
     assert compile_count() - before < most
+    runner = llm.engine.runner
+    assert not runner._arrived
+    assert not runner._known
     with pytest.raises(RuntimeError, match="closed"):
         llm.finish_warm_up()

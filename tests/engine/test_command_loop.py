@@ -177,27 +177,6 @@ def test_an_inlet_is_read_between_two_steps_and_waited_for_only_without_work():
     assert inlet.wakes == 2
 
 
-def test_what_is_done_while_idle_is_done_before_a_wait_and_not_beside_work():
-    engine, seen, left = FakeEngine(lambda engine: seen.append("step")), [], [True, True, False]
-
-    def idle():
-        seen.append("idle")
-        return left.pop(0) if left else False
-
-    inlet = Inlet(
-        lambda: None,
-        lambda: give(engine, 2),
-        lambda: None,
-        lambda: None,
-        lambda: loop.end(),
-    )
-    loop = CommandLoop(engine, EngineLock(), lambda: None, inlet, idle)
-    loop.run()
-    # A request that comes is seen after each piece of it.
-    assert seen == ["idle", "idle", "step", "step", "idle", "idle"]
-    assert inlet.waited == [False, False, False, True, True]
-
-
 def test_what_an_inlet_puts_off_comes_when_no_work_is_left():
     engine, seen = FakeEngine(lambda engine: None), []
 

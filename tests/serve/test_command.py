@@ -163,7 +163,10 @@ def test_what_differs_from_the_defaults_is_sent_to_the_engine():
     assert start.dtype == "bf16"
     assert start.programs == "bundle"
     assert not start.warm_up_in_background
-    assert command._start(command_options(["--warm-up-in-background"])).warm_up_in_background
+    behind = ["--warm-up", "8:1k", "--warm-up-in-background"]
+    assert command._start(command_options(behind)).warm_up_in_background
+    with pytest.raises(ValueError, match="of which there is none"):
+        command._start(command_options(["--warm-up-in-background"]))
     assert start.busy_seconds == 0
     assert command._start(command_options(["--busy-seconds", "0.5"])).busy_seconds == 0.5
     assert start.sampling_defaults

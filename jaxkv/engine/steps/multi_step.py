@@ -103,7 +103,9 @@ class MultiStep:
 
     def measures(self, shape: StepSpec) -> bool:
         """Whether `record` should be called for steps of this shape."""
-        return self.chosen.automatic and self.chosen.suits(shape)
+        # A thread that compiles slows the host.
+        is_calm = not self._runner.programs.pending
+        return self.chosen.automatic and is_calm and self.chosen.suits(shape)
 
     def record(self, shape: StepSpec, *, idle: bool) -> None:
         """Records a measurement of a single step.

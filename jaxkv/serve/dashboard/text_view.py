@@ -50,7 +50,7 @@ def _figures(view: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "programs",
         f"{stats['programs']:,} compiled in {stats['compile_seconds']:.1f} s, "
-        f"{stats['compiled_late']:,} after the warm-up",
+        f"{stats['compiled_late']:,} after the warm-up, {stats['programs_pending']:,} to come",
     )
     prefix = stats["prefix"]
     if prefix is None:

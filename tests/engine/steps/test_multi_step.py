@@ -28,7 +28,7 @@ from jaxkv.engine.warm_up import declare_served
 from jaxkv.models.registry import build_model
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel
 from jaxkv.programs.audit import GRANULE
-from jaxkv.programs.compile import TURN
+from jaxkv.programs.compile import TRACING_LOCK
 from jaxkv.programs.manifest import Programs
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.sampling.features import Features
@@ -300,12 +300,21 @@ def test_several_steps_are_sent_once_their_program_is_there_and_no_request_waits
         programs._programs.pop(one, None)
     engine.runner.compile_all([one for one in needed if one not in several])
     sent = watch(engine)
-    with TURN:
+    with TRACING_LOCK:
         engine.runner.compile_in_background(several, lambda program: None)
         engine.run(served := engine.add([request]))
         assert programs.pending == len(several) > 0
     programs.wait()
     assert set(sent) == {1}
+    engine.multi_step.chosen = StepsPerLaunch(4, automatic=True)
+    single = engine.shapes.choose(1, 1, Features(), total_tokens=20)
+    assert engine.multi_step.measures(single)
+    with TRACING_LOCK:
+        other = replace(single, rows=2, tokens=2, features=Features(draws=True))
+        engine.runner.compile_in_background([other], lambda program: None)
+        assert not engine.multi_step.measures(single), "the thread slows the host"
+    programs.wait()
+    engine.multi_step.chosen = StepsPerLaunch(4)
     engine.run(later := engine.add([request]))
     assert set(sent) == {1, 4}
     assert_equal(served, oracle([request]))
