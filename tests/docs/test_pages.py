@@ -153,6 +153,8 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_is_shown(
         request.getfixturevalue("server")
     if name in NEEDS_LOOKED_AT:
         request.getfixturevalue("looked_at")
+    if "save_programs" in page.read_text():
+        request.getfixturevalue("compiled_anew")
     if name in ONE_LAYER:
         one_layer_model(directory)
         monkeypatch.setattr(default_model, "path", lambda: directory)
