@@ -873,7 +873,7 @@ class LLM:
         """Waits for the programs that `warm_up(background=True)` has left to a thread. Any thread may call it.
 
         Raises:
-            ProgramRefused: one does not update the cache in place; the others are compiled.
+            ProgramRefused, ValueError, RuntimeError: one of them could not be compiled, as for `warm_up`; the others are.
         """
         self.lock.refuse_if_closed()
         self.engine.runner.programs.wait()
