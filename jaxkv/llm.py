@@ -873,7 +873,7 @@ class LLM:
         """Waits for the programs that `warm_up(background=True)` has left to a thread. Any thread may call it.
 
         Raises:
-            ProgramRefused, ValueError, RuntimeError: one of them could not be compiled, as for `warm_up`; the others are.
+            ProgramRefused, ValueError, RuntimeError: one could not be compiled, as for `warm_up`; the others are.
         """
         self.lock.refuse_if_closed()
         self.engine.runner.programs.wait()
