@@ -167,7 +167,7 @@ class BackgroundCompiler:
             yield spec, lambda order=order: order.lowering
 
     def _finish(self, build: Build) -> Built | None:
-        """Builds a program, in a thread of XLA; returns `None` if nobody needs it any more."""
+        """Builds a program, in a thread of XLA; returns `None` if it is no longer needed."""
         return None if self._must_end else build.finish()
 
     def _note_built(self, spec: ProgramSpec, future: Future[Built | None]) -> None:
