@@ -307,15 +307,17 @@ def _packed(instance: Instance) -> bytes | None:
     return None if b"__main__" in packed else packed
 
 
+def jax_settings() -> dict[str, Any]:
+    """Returns JAX's settings by name, as this thread has them: inside of contexts such as `jax.enable_x64`."""
+    return {name: getattr(jax.config, name, default) for name, default in jax.config.values.items()}
+
+
 def _settings() -> dict[str, Any]:
     """Returns JAX's settings by name, but for those of devices and those that are objects of this process."""
-    found = {
-        name: getattr(jax.config, name, default) for name, default in jax.config.values.items()
-    }
     plain = bool | int | float | str | None
     return {
         name: value
-        for name, value in found.items()
+        for name, value in jax_settings().items()
         if isinstance(value, plain) and name not in _OF_DEVICES
     }
 

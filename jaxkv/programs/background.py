@@ -10,14 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxkv.memory import without_garbage_collection
 from jaxkv.programs.compile import TRACING_LOCK, Build, Built, most_workers, ready_builds
 from jaxkv.programs.jax_cache import repaired_entries
 from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.spec import ProgramSpec
-from pallas_kernels.lowering_helpers import LoweringHelpers
+from pallas_kernels.lowering_helpers import LoweringHelpers, jax_settings
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ _intervals_before: list[float] = []
 """For each thread that compiles, the seconds of before."""
 
 
-class Order(NamedTuple):
+class Task(NamedTuple):
     """A program to compile.
 
     Attributes:
@@ -53,15 +51,15 @@ class BackgroundCompiler:
 
     def __init__(
         self,
-        keep: Callable[[ProgramSpec, Built, Order], None],
+        keep: Callable[[ProgramSpec, Built, Task], None],
         is_compiled: Callable[[ProgramSpec], bool],
     ) -> None:
         # Programs belong to a runner, whose memory must not stay because of this thread.
         self._keep = weakref.WeakMethod(keep)
         self._is_compiled = is_compiled
         self._changed = threading.Condition()
-        self._waiting: dict[ProgramSpec, Order] = {}
-        self._begun: dict[ProgramSpec, Order] = {}
+        self._waiting: dict[ProgramSpec, Task] = {}
+        self._begun: dict[ProgramSpec, Task] = {}
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._failures: list[BaseException] = []
@@ -74,13 +72,13 @@ class BackgroundCompiler:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._begun)
 
-    def add(self, orders: Mapping[ProgramSpec, Order]) -> None:
+    def add(self, tasks: Mapping[ProgramSpec, Task]) -> None:
         """Adds the programs that are neither compiled nor here, and starts the thread if it does not run."""
         with self._changed:
             self._is_stopped = False
             self._waiting |= {
-                spec: order
-                for spec, order in orders.items()
+                spec: task
+                for spec, task in tasks.items()
                 if spec not in self and not self._is_compiled(spec)
             }
             if self._waiting and self._thread is None:
@@ -160,11 +158,11 @@ class BackgroundCompiler:
             with self._changed:
                 if not self._waiting or self._must_end:
                     return
-                spec, order = next(iter(self._waiting.items()))
+                spec, task = next(iter(self._waiting.items()))
                 # In this order, as others ask for it without the lock.
-                self._begun[spec] = order
+                self._begun[spec] = task
                 del self._waiting[spec]
-            yield spec, lambda order=order: order.lowering
+            yield spec, lambda task=task: task.lowering
 
     def _finish(self, build: Build) -> Built | None:
         """Builds a program, in a thread of XLA; returns `None` if it is no longer needed."""
@@ -225,12 +223,8 @@ def _holding_lock_at_ends(block: AbstractContextManager[None]) -> Iterator[None]
 def threads_have_settings() -> bool:
     """Returns whether a new thread has JAX's settings of this one, which contexts such as `jax.enable_x64` change."""
     found: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: found.append(_settings()))
+    thread = threading.Thread(target=lambda: found.append(jax_settings()))
     thread.start()
     thread.join()
-    [others], own = found, _settings()
+    [others], own = found, jax_settings()
     return all(own[name] is other or own[name] == other for name, other in others.items())
-
-
-def _settings() -> dict[str, Any]:
-    return {name: getattr(jax.config, name, default) for name, default in jax.config.values.items()}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxkv.errors import ProgramRefused
 from jaxkv.memory import without_garbage_collection
-from jaxkv.programs.background import BackgroundCompiler, Order, threads_have_settings
+from jaxkv.programs.background import BackgroundCompiler, Task, threads_have_settings
 from jaxkv.programs.compile import (
     TRACING_LOCK,
     Build,
@@ -199,7 +199,7 @@ class Programs:
             on_compiled: called with each of these programs once it is in the manifest, in another thread.
         """
         if threads_have_settings():
-            self._background.add({spec: Order(one, on_compiled) for spec, one in lowerings.items()})
+            self._background.add({spec: Task(one, on_compiled) for spec, one in lowerings.items()})
             return
         builds = {
             spec: lambda one=one: one
@@ -217,10 +217,10 @@ class Programs:
         """
         self._background.wait()
 
-    def _keep(self, spec: ProgramSpec, built: Built, order: Order) -> None:
+    def _keep(self, spec: ProgramSpec, built: Built, task: Task) -> None:
         """Adds a program that the background has built."""
         program = self._programs[spec] = _program(spec, built, audited=self.audit)
-        order.on_compiled(program)
+        task.on_compiled(program)
 
     def add(self, built: Mapping[ProgramSpec, Built]) -> None:
         """Adds programs that are built already.

@@ -2,7 +2,8 @@
 
 It reads commands from a socket, steps the engine, and writes one frame per step. It ends when the socket does. Two
 threads: the main thread reads between two steps and waits for the socket when there is no work, and the watchdog
-reports that the process is alive. A call with a grammar is prepared in a thread of its own.
+reports that the process is alive. A call with a grammar is prepared in a thread of its own, and programs are compiled
+in another one if they come in the background.
 """
 
 import faulthandler

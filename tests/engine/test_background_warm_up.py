@@ -90,11 +90,13 @@ def test_a_step_in_two_programs_runs_in_one_whose_sampler_this_warm_up_has():
             assert min(able, key=lambda one: one.order_of_cost).rows in samplers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_program_that_is_not_there_yet_is_never_asked_for(monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "drafts"), [*((kind, 0) for kind in KINDS), ("full", 3), ("hybrid", 3)]
+)
+def test_a_program_that_is_not_there_yet_is_never_asked_for(monkeypatch, kind, drafts):
     put_caches_on_device(monkeypatch)
     draw = random.Random(f"background {kind}")
-    sizes = {"rows": 5, "steps": 4, "budget": 40, "page": 8}
+    sizes = {"rows": 5, "steps": 4, "budget": 40, "page": 8, "drafts": drafts}
     setting = draw_setting(draw, kind, fault_rate=0.0, coarse=False, **sizes)
     play = Play(draw, setting, 20)
     engine, runner = play.engine, play.engine.runner
@@ -109,7 +111,7 @@ def test_a_program_that_is_not_there_yet_is_never_asked_for(monkeypatch, kind):
     def is_pending(spec):
         if not isinstance(spec, StepSpec) or spec in {*runner._known, *came}:
             return False
-        return bool(spec.steps > 1 or any(one.serves(spec) for one in steps))
+        return bool(spec.steps > 1 or spec.drafts or any(one.serves(spec) for one in steps))
 
     pending, fit, program = set(), runner.fit, runner.program
 
@@ -136,6 +138,8 @@ def test_a_program_that_is_not_there_yet_is_never_asked_for(monkeypatch, kind):
     check_books(engine)
     assert len(pending) > 2
     assert came & {*play.device.asked}, "those that came were used"
+    if drafts:
+        assert any(spec.drafts for spec in pending)
 
 
 def test_a_strict_llm_serves_before_and_after_with_the_same_tokens(tmp_path):
