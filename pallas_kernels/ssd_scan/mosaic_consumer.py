@@ -1,19 +1,11 @@
 """Consumer warpgroup of the `ssd_scan` kernel: the scan over a row's pieces for 64 components of a head.
 
 Outputs are kept transposed, a row for each component and a column for each token. So x, weighted x and the state are
-left operands in registers, and only the tokens' weights go through shared memory, whose bandwidth is scarce.
-
-Names: `passed` is the base-2 logarithm of the decay of the piece's initial state up to and including each token. `less`
-is `passed` minus the base-2 logarithm of the token's step, so that `exp2(passed[i] - less[j])` is the factor of token
-j's input in the state after token i.
-
-The four warps synchronise only at the explicit barriers. Weights and factors, which they exchange through shared
-memory, are read before the outputs of the same piece are stored, and that store waits for all warps.
+left operands in registers, and only the tokens' weights, which the producer computes (mosaic_weights.py), go through
+shared memory, whose bandwidth is scarce.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,143 +15,67 @@ from jax import Array, lax
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.piece_store import OutputSquare
 from pallas_kernels.mosaic.private_types import Ref
-from pallas_kernels.mosaic.rows import broadcast, load
-from pallas_kernels.mosaic.tiles import PER_COLUMN, PER_ROW, WGMMA
-from pallas_kernels.mosaic.warps import pause
-from pallas_kernels.ssd_scan.mosaic_multiplier import LESS, PASSED, SQUARE, Multiplier
-from pallas_kernels.ssd_scan.mosaic_producer import Producer
+from pallas_kernels.mosaic.rows import load
+from pallas_kernels.mosaic.tiles import WGMMA
+from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
+from pallas_kernels.ssd_scan.mosaic_multiplier import LESS, PASSED, Multiplier
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 
-# Columns of one step of `columns_of_weights`: the granularity of wgmma's register layout.
-_EIGHT = 8
-# Delay in nanoseconds of the second consumer's start, about half of a piece's time, and the least pieces for it.
-_LATE_NS, _LONG = 1200, 8
 # Squares of the state that are rounded at a time; more would exceed the registers.
 _ROUNDED = 2
 
 
 class Consumer(Multiplier):
-    """A consumer warpgroup."""
+    """A consumer warpgroup, for one unit of the block."""
+
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
+        super().__init__(kernel, refs, number)
+        self.head, self.column = self.task.unit(number)
 
     def run(self) -> None:
         """Processes all pieces of the row; writes zeros for padding tokens."""
         for slot in range(self.kernel.schedule.stages):
             plgpu.barrier_arrive(self.refs["free"].at[slot])
-        for stage in range(self.kernel.schedule.stages):
-            self.fetching(Producer.start, jnp.int32(stage))
+        plgpu.barrier_arrive(self.refs["weights_free"].at[self.number])
         pl.when(self.task.pieces > 0)(
-            lambda: self.with_squares(self.scan, 2 + self.geometry.blocks)
+            lambda: self.with_squares(self.scan, 1 + self.geometry.blocks)
         )
         pl.when(self.task.row.owned == 0)(self.write_zeros)
-        if self.kernel.interpret:
-            self.fetching(Producer.drain)
 
-    def fetching(self, job: Callable[..., None], *arguments: Array) -> None:
-        """Runs a job of the producer in the first consumer, if there is no producer."""
-        if not self.kernel.has_producer:
-            pl.when(self.number == 0)(partial(job, Producer(self.kernel, self.refs), *arguments))
-
-    def scan(self, met: Ref, read: Ref, *state: Ref) -> None:
-        """Processes the pieces of a row with accumulators for weights, outputs and state."""
-        # Consumers in phase would compete for the tensor cores, and then leave them idle together.
-        is_late = (self.number > 0) & (self.task.pieces >= _LONG)
-        pl.when(is_late)(partial(pause, _LATE_NS, interpret=self.kernel.interpret))
+    def scan(self, read: Ref, *state: Ref) -> None:
+        """Processes the pieces of a row with accumulators for outputs and state."""
         for ref, part in zip(state, self.begun(), strict=True):
             ref[...] = part
 
         @pl.loop(0, self.task.pieces)
         def _(number: Array) -> None:
-            self.visit(number, met, read, state)
+            self.visit(number, read, state)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.write_state(self.task.row.write, [self.result(part, 0) for part in state])
 
-    def visit(self, number: Array, met: Ref, read: Ref, state: Sequence[Ref]) -> None:
-        """Processes one piece, one product after the other."""
-        slot = self.slot(number)
-        self.fetching(Producer.finish, number)
+    def visit(self, number: Array, read: Ref, state: Sequence[Ref]) -> None:
+        """Processes one piece."""
+        slot, factors = self.slot(number), self.refs["factors"].at[self.number]
         plgpu.barrier_wait(self.refs["arrived"].at[slot])
-        self.put_factors(slot)
-        self.put_weights(slot, met)
-        # Factors and weights are visible to all warps after this barrier.
-        plgpu.commit_smem()
         self.read_from(slot, read, state)
         x = self.load_turned(slot)
+        plgpu.barrier_wait(self.refs["weighed"].at[self.number])
         # The skip connection is added in float32: as part of the rounded weights it would lose precision.
-        decayed = self.result(read, 0) * self.factors(PASSED)
+        decayed = self.result(read, 0) * self.per_column(factors.at[PASSED])
         read[...] = decayed + x.astype(jnp.float32) * self.skip()
         weights = self.refs["weights"].at[self.number]
         for part in range(weights.shape[0]):
             self.multiply(read, x, weights.at[part], right_transposed=True)
-        self.update_state(slot, state, x)
+        inputs = x.astype(jnp.float32) * self.per_column(factors.at[LESS])
+        self.update_state(slot, state, inputs.astype(self.geometry.dtype))
         out = self.result(read, len(state)).astype(self.geometry.dtype)
+        plgpu.barrier_arrive(self.refs["weights_free"].at[self.number])
         start, length = self.task.piece(number)
         self.store(out, start, length)
         ended = [self.result(part, 0) for part in state]
         plgpu.barrier_arrive(self.refs["free"].at[slot])
-        self.fetch_ahead(number)
         self.keep(number, ended)
-
-    def fetch_ahead(self, number: Array) -> None:
-        """Without a producer, fetches into the stage of the previous piece, which both consumers have released."""
-        if not self.kernel.has_producer:
-            following = number - 1 + self.kernel.schedule.stages
-            pl.when(number > 0)(partial(self.fetching, Producer.start, following))
-
-    def put_factors(self, slot: Array) -> None:
-        """Stores the decay factors of outputs (exp2(passed)) and of inputs (exp2(end - less)), one per thread."""
-        decay = self.refs["decay"].at[slot, self.number]
-        if self.kernel.interpret:
-            held = decay[...]
-            token = jnp.arange(2 * SIDE, dtype=jnp.int32)
-        else:
-            layout = plgpu.Layout.WG_STRIDED((2 * SIDE,), vec_size=1)
-            held = plgpu.load(decay, layout=layout, optimized=False)
-            token = plgpu.broadcasted_iota(jnp.int32, (2 * SIDE,), 0, layout=layout)
-        exponents = jnp.where(token < SIDE, held, decay[SIDE - 1] - held)
-        assign(self.refs["factors"].at[self.number], ..., jnp.exp2(exponents))
-
-    def factors(self, row: Any) -> Array:  # noqa: ANN401 - a slice of a private type
-        """Loads one of the two rows of factors, broadcast over all components."""
-        return broadcast(
-            load(self.refs["factors"].at[self.number, row], PER_COLUMN), SQUARE, 1, WGMMA
-        )
-
-    def put_weights(self, slot: Array, met: Ref) -> None:
-        """Stores the tokens' weights in shared memory: rounded, and if exact their rounding errors."""
-        met[...] = self.zeros()
-        for block in range(self.geometry.blocks):
-            c, b = (self.refs[name].at[slot, block] for name in ("c", "b"))
-            self.multiply(met, c, b, right_transposed=True)
-        decay = self.refs["decay"].at[slot, self.number]
-        columns = self.columns_of_weights(met, decay)
-        dtype = self.geometry.dtype
-        # Without the barrier the compiler may elide the rounding.
-        rounded = [lax.optimization_barrier(column.astype(dtype)) for column in columns]
-        weights = self.refs["weights"].at[self.number]
-        assign(weights.at[0], ..., lax.concatenate(rounded, 1))
-        if self.kernel.schedule.exact:
-            pairs = zip(columns, rounded, strict=True)
-            lost = [(column - near.astype(jnp.float32)).astype(dtype) for column, near in pairs]
-            assign(weights.at[1], ..., lax.concatenate(lost, 1))
-
-    def columns_of_weights(self, met: Ref, decay: Ref) -> list[Array]:
-        """Returns the tokens' weights, 8 columns at a time; indices of only 8 columns are constants, not registers."""
-        passed = load(decay.at[PASSED], PER_ROW)
-        less = broadcast(load(decay.at[LESS], PER_COLUMN), SQUARE, 1, WGMMA)
-        products = self.result(met, 0)
-        shape = (SIDE, _EIGHT)
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
-        distance = row - plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-        passed = broadcast(passed, shape, 0, WGMMA)
-        parts = []
-        for first in range(0, SIDE, _EIGHT):
-            cut = (0, first), (SIDE, first + _EIGHT)
-            now, ends = (lax.slice(each, *cut) for each in (products, less))
-            part = jnp.where(distance >= first, now * jnp.exp2(passed - ends), 0.0)
-            # Without the barrier the compiler would round before the select, and split packed pairs for it.
-            parts.append(lax.optimization_barrier(part))
-        return parts
 
     def read_from(self, slot: Array, read: Ref, state: Sequence[Ref]) -> None:
         """Issues the products of the state before the piece with C."""
@@ -177,14 +93,17 @@ class Consumer(Multiplier):
             return square[...].T
         return plgpu.load(square.transpose((1, 0)), layout=WGMMA)
 
-    def update_state(self, slot: Array, state: Sequence[Ref], x: Array) -> None:
-        """Decays the state and issues the products that add the piece's inputs to it."""
-        weighed = (x.astype(jnp.float32) * self.factors(LESS)).astype(self.geometry.dtype)
+    def skip(self) -> Array:
+        """Returns the head's factor of the skip connection."""
+        return self.refs["d"][self.head].astype(jnp.float32)
+
+    def update_state(self, slot: Array, state: Sequence[Ref], inputs: Array) -> None:
+        """Decays the state and issues the products that add the piece's weighted inputs to it."""
         kept = jnp.exp2(self.refs["decay"][slot, self.number, SIDE - 1])
         for block, part in enumerate(state):
             # No product for the state has been in flight since the previous piece.
             part[...] = self.result(part, None) * kept
-            self.multiply(part, weighed, self.refs["b"].at[slot, block])
+            self.multiply(part, inputs, self.refs["b"].at[slot, block])
 
     def store(self, out: Array, start: Array, length: Array) -> None:
         """Stores the outputs of a piece."""
@@ -208,3 +127,37 @@ class Consumer(Multiplier):
             self.store(zeros, start, jnp.minimum(row.stop - start, SIDE))
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def places(self, state: Array) -> list[Ref]:
+        """Returns refs to the squares of a state in the pool."""
+        rows = pl.ds(self.column - self.head * self.geometry.sizes.head_dim, SIDE)
+        pool = self.refs["states"]
+        return [
+            pool.at[state, self.head, rows, pl.ds(block * SIDE, SIDE)]
+            for block in range(self.geometry.blocks)
+        ]
+
+    def exists(self, state: Array) -> Array:
+        """Returns whether the id is a state of the pool."""
+        return (state >= 0) & (state < self.refs["states"].shape[0])
+
+    def begun(self) -> list[Array]:
+        """Returns the row's initial state in float32, zeros for an id past the end."""
+        read = self.task.row.read
+        known = self.exists(read)
+        squares = self.places(jnp.where(known, read, 0))
+        loaded = [load(square, WGMMA) for square in squares]
+        return [jnp.where(known, part.astype(jnp.float32), 0.0) for part in loaded]
+
+    def keep(self, number: Array, state: Sequence[Array]) -> None:
+        """Writes the state after piece `number` as a snapshot, if there is one."""
+        if "kept" in self.refs:
+            self.write_state(self.refs["kept"][self.task.first_piece + number], state)
+
+    def write_state(self, place: Array, state: Sequence[Array]) -> None:
+        """Writes a state to the pool, unless the id is past the end."""
+
+        @pl.when(self.exists(place))
+        def _() -> None:
+            for ref, part in zip(self.places(place), state, strict=True):
+                assign(ref, ..., part.astype(self.geometry.state_dtype))

@@ -2,11 +2,12 @@
 
 A block processes a piece, each of its warpgroups a share of the tokens, and each thread one head. A thread sums its
 share in the order of tokens, then adds the totals of the preceding shares in order; so the bits do not depend on the
-rest of the batch. A thread's results of a share are contiguous in memory, so it writes them 16 bytes at a time.
+rest of the batch. Results go through shared memory, so that whole lines are written: a thread's lie 512 bytes from
+those of the next.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from pallas_kernels.mosaic.launch import LANE_PARAMS, mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces
 from pallas_kernels.mosaic.softmax import LOG2_E
+from pallas_kernels.mosaic.tiles import untiled_swizzle
 from pallas_kernels.mosaic.warps import sync_block
 from pallas_kernels.packed.rows import Pieces
 from pallas_kernels.ssd_scan.mosaic_side_by_side import store_side_by_side
@@ -30,6 +32,8 @@ from pallas_kernels.ssd_scan.mosaic_side_by_side import store_side_by_side
 _THREADS = 128
 # Warpgroups among which the tokens of a piece are divided.
 _SHARES = 4
+# Numbers of 128 bytes.
+_LINE = 32
 
 
 def decays(
@@ -46,25 +50,27 @@ def decays(
 
     The first row is the log decay of the piece's initial state up to and including each token. The second row is the
     first minus the logarithm of the token's step; it is +inf if the step is 0 or there is no token. `size` is a
-    multiple of 16.
+    multiple of 32.
     """
-    heads = dt.shape[1]
+    heads, lines = dt.shape[1], 2 * size // _LINE
     body = _Decays(heads, size, dt_limits, interpret)
-    return mosaic_kernel(
+    found = mosaic_kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((len(pieces.start), heads, 2, size), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((len(pieces.start), heads, lines, _LINE), jnp.float32),
         grid=(len(pieces.start) * len(body.spans),),
         grid_names=("block",),
         num_threads=_SHARES,
         thread_name="share",
         scratch_types=(
             plgpu.SMEM((_SHARES, _THREADS), jnp.float32),
+            plgpu.SMEM((lines, _THREADS, _LINE), jnp.float32, transforms=untiled_swizzle(128)),
             plgpu.Barrier(num_arrivals=_SHARES),
         ),
-        compiler_params=LANE_PARAMS,
+        compiler_params=replace(LANE_PARAMS, approx_math=True),
         interpret=interpret,
         kernel_name="ssd_decays",
     )(a_log, dt_bias, dt, pieces.start, pieces.length)
+    return found.reshape(-1, heads, 2, size)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,17 @@ class _Decays:
         return tuple((sum(widths[:index]), width) for index, width in enumerate(widths))
 
     def __call__(self, *refs: Ref) -> None:
-        names = ["a_log", "dt_bias", "dt", "start", "length", "out", "totals", "all_arrived"]
+        names = [
+            "a_log",
+            "dt_bias",
+            "dt",
+            "start",
+            "length",
+            "out",
+            "totals",
+            "lines",
+            "all_arrived",
+        ]
         named = dict(zip(names, refs, strict=True))
         block, count = lax.axis_index("block"), jnp.int32(len(self.spans))
         piece, place = lax.div(block, count), lax.rem(block, count)
@@ -132,13 +148,31 @@ class _Decays:
             for left, log in zip(passed, logs, strict=True)
         ]
         for row, numbers in enumerate((passed, less)):
-            for index in range(0, tokens if width == 1 else 0):
-                assign(refs["out"], (piece, heads, row, share * tokens + index), numbers[index])
-            if width > 1:
+            place = row * self.size + share * tokens
+            line, column = lax.div(place, jnp.int32(_LINE)), lax.rem(place, jnp.int32(_LINE))
+            if width == 1:
+                for index, number in enumerate(numbers):
+                    assign(refs["out"], (piece, first, line, column + index), number)
+            else:
                 store_side_by_side(
-                    refs["out"],
-                    (piece, first, row, share * tokens),
+                    refs["lines"].at[line],
+                    column,
                     numbers,
                     layout=cut.layout,
                     interpret=self.interpret,
                 )
+        if width > 1:
+            self.send(refs, piece, first, width)
+
+    def send(self, refs: Mapping[str, Ref], piece: Array, first: int, width: int) -> None:
+        """Copies the results of all warpgroups from shared memory, one line of each head per warpgroup."""
+        plgpu.commit_smem()
+        sync_block(refs["all_arrived"], interpret=self.interpret)
+        share, lines = lax.axis_index("share"), refs["lines"].shape[0]
+
+        @pl.when(share < lines)
+        def _() -> None:
+            source = refs["lines"].at[share, pl.ds(0, width)]
+            target = refs["out"].at[piece, pl.ds(first, width), share]
+            plgpu.copy_smem_to_gmem(source, target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.mosaic.jax_versions import honours_register_requests
 from pallas_kernels.ssd_scan.mosaic_schedule import Geometry, Schedule
 
 
@@ -21,8 +20,3 @@ class Kernel:
     schedule: Schedule
     has_snapshots: bool
     interpret: bool
-
-    @property
-    def has_producer(self) -> bool:
-        """Whether a warpgroup of its own fetches the pieces; otherwise the first of two consumers does."""
-        return self.schedule.consumers == 1 or honours_register_requests()

@@ -2,7 +2,7 @@
 
 A block loops over the pieces of one row for one or two units of one group (a unit is 64 components of a head), with the
 state in registers. Each consumer (mosaic_consumer.py) computes one unit. The producer (mosaic_producer.py) keeps the
-pieces' tokens in flight, with B and C once for all units; without one (`Kernel.has_producer`), the first consumer does.
+pieces' tokens in flight, with B and C once for all units, and computes the tokens' weights.
 Rows start anywhere, but copies into tiled shared memory must start at a multiple of 8 rows. So tokens are copied into a
 view that is swizzled and not tiled, and wgmma reads a tiled view; both views have the same bytes.
 
@@ -19,14 +19,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.mosaic.jax_versions import request_registers
 from pallas_kernels.mosaic.launch import mosaic_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import swizzled, untiled_swizzle
 from pallas_kernels.ssd_scan.mosaic_consumer import Consumer
 from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_producer import Producer
-from pallas_kernels.ssd_scan.mosaic_schedule import REGISTERS, SIDE
+from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
 
 # Transforms of 64 x 64 squares of 16-bit elements: the view for copies, and the view for products.
 _SWIZZLED, _TILED = untiled_swizzle(128), swizzled(SIDE, jnp.bfloat16)
@@ -41,7 +40,7 @@ def build(kernel: Kernel, tokens: int, num_tasks: int) -> Callable[..., Array]:
         scratch_types=_scratch(kernel),
         grid=(num_tasks * g.packs(s.consumers),),
         grid_names=("block",),
-        num_threads=s.consumers + kernel.has_producer,
+        num_threads=s.consumers + 1,
         thread_name="warpgroup",
         # The kernel places its barriers between warps itself.
         compiler_params=plgpu.CompilerParams(
@@ -68,17 +67,15 @@ def _scratch(kernel: Kernel) -> dict[str, Any]:
         "factors": plgpu.SMEM((s.consumers, 2 * SIDE), jnp.float32),
         "decay": plgpu.SMEM((s.stages, s.consumers, 2 * SIDE), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=2 * (g.blocks + s.consumers), num_barriers=s.stages),
-        # For a partial piece, B and x signal the one that fetches, which zeroes the rows past its end. A producer has
-        # one such piece at a time.
-        "to_clear": plgpu.Barrier(
-            num_arrivals=g.blocks + s.consumers,
-            num_barriers=() if kernel.has_producer else s.stages,
-        ),
+        # B and x of a partial piece signal the producer, which zeroes the rows past the piece's end.
+        "to_clear": plgpu.Barrier(num_arrivals=g.blocks + s.consumers, num_barriers=s.stages),
+        "weighed": plgpu.Barrier(num_barriers=s.consumers),
+        "weights_free": plgpu.Barrier(num_barriers=s.consumers),
         "free": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
     }
     if kernel.interpret:
         # The interpreter does not support accumulators.
-        sums = (s.consumers, 2 + g.blocks, *square)
+        sums = (s.consumers + 1, 1 + g.blocks, *square)
         scratch["sums"] = plgpu.SMEM(sums, jnp.float32)
     for name, shape in copied.items():
         if kernel.interpret:
@@ -99,18 +96,6 @@ def _body(kernel: Kernel, *refs: Ref, **scratch: Ref) -> None:
         # The views for whole copies, for products and register loads, and for copies of single rows.
         found |= dict(zip((f"{name}_copied", name, f"{name}_rows"), views, strict=False))
     warpgroup = lax.axis_index("warpgroup")
-    consumers, registers = kernel.schedule.consumers, REGISTERS[kernel.schedule.consumers]
-
-    if not kernel.has_producer:
-        Consumer(kernel, found, warpgroup).run()
-        return
-
-    @pl.when(warpgroup < consumers)
-    def _() -> None:
-        request_registers(registers[0], more=True)
-        Consumer(kernel, found, warpgroup).run()
-
-    @pl.when(warpgroup == consumers)
-    def _() -> None:
-        request_registers(registers[1], more=False)
-        Producer(kernel, found).run()
+    is_consumer = warpgroup < kernel.schedule.consumers
+    pl.when(is_consumer)(lambda: Consumer(kernel, found, warpgroup).run())
+    pl.when(~is_consumer)(lambda: Producer(kernel, found, warpgroup).run())

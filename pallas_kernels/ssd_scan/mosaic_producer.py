@@ -1,50 +1,59 @@
-"""Producer warpgroup of the `ssd_scan` kernel: it issues all TMA copies and zeroes rows past a piece's end."""
+"""Producer warpgroup of the `ssd_scan` kernel: it copies the pieces, zeroes rows past their ends and weighs tokens.
 
-from collections.abc import Mapping
+Tokens' weights depend on no state. So this warpgroup computes those of the next piece while the consumers process one.
+"""
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels.mosaic.jax_versions import assign
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.tiles import WGMMA
 from pallas_kernels.mosaic.warps import on_warps
-from pallas_kernels.ssd_scan.mosaic_kernel import Kernel
 from pallas_kernels.ssd_scan.mosaic_schedule import SIDE
-from pallas_kernels.ssd_scan.mosaic_task import Task, Worker
+from pallas_kernels.ssd_scan.mosaic_weights import Weights
 
 
-class Producer(Worker):
+class Producer(Weights):
     """The producer warpgroup."""
 
-    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
-        super().__init__(kernel, refs)
-        self.task = Task(kernel, refs, lax.axis_index("block"))
-
     def run(self) -> None:
-        """Copies all pieces, each once its stage is free."""
-        task, free = self.task, self.refs["free"]
-
-        @pl.loop(0, task.pieces)
-        def _(number: Array) -> None:
-            slot = self.slot(number)
-            plgpu.barrier_wait(free.at[slot])
-            start, length = task.piece(number)
-            self.fetch(slot, start, number, whole=length == SIDE)
-            pl.when(length < SIDE)(lambda: self.clear(slot, length))
-
+        """Prepares all pieces for the consumers."""
+        for stage in range(self.kernel.schedule.stages):
+            self.start(jnp.int32(stage))
+        pl.when(self.task.pieces > 0)(lambda: self.with_squares(self.prepare, 1))
         if self.kernel.interpret:
             self.drain()
 
+    def prepare(self, met: Ref) -> None:
+        """Prepares the pieces with an accumulator for C times B."""
+        stages = self.kernel.schedule.stages
+        self.meet(jnp.int32(0), met)
+        met[...] = self.result(met, 0)
+
+        @pl.loop(0, self.task.pieces)
+        def _(number: Array) -> None:
+            self.weigh(self.slot(number), met)
+            # The stage of the piece before this one is filled while the next product runs. If there are two stages, it
+            # is filled before, with the very piece that the product is of.
+            following = number - 1 + stages
+            steps = (lambda: self.meet(number + 1, met), lambda: self.start(following, number > 0))
+            for step in steps if stages > 2 else reversed(steps):
+                step()
+            # With a product in flight at the end of a turn, the compiler would let all of them wait.
+            met[...] = self.result(met, 0)
+
     def drain(self) -> None:
-        """Waits until all stages are released; the interpreter requires a wait for each completion of a barrier."""
+        """Waits for what is released last; the interpreter requires a wait for each completion of a barrier."""
         for slot in range(self.kernel.schedule.stages):
             plgpu.barrier_wait(self.refs["free"].at[slot])
+        for consumer in range(self.kernel.schedule.consumers):
+            plgpu.barrier_wait(self.refs["weights_free"].at[consumer])
 
-    def start(self, number: Array) -> None:
-        """Starts the copies of a piece, if the row has it, for a consumer of a block without a producer."""
+    def start(self, number: Array, wanted: Array | bool = True) -> None:
+        """Starts the copies of a piece, if wanted and if the row has it, once its stage is free."""
 
         def fetch() -> None:
             slot = self.slot(number)
@@ -52,19 +61,9 @@ class Producer(Worker):
             start, length = self.task.piece(number)
             self.fetch(slot, start, number, whole=length == SIDE)
 
-        @pl.when(number < self.task.pieces)
+        @pl.when(wanted & (number < self.task.pieces))
         def _() -> None:
             on_warps(fetch, interpret=self.kernel.interpret)
-
-    def finish(self, number: Array) -> None:
-        """Zeroes what is past the end of a piece that `start` fetched."""
-        _, length = self.task.piece(number)
-        pl.when(length < SIDE)(lambda: self.clear(self.slot(number), length))
-
-    def to_clear(self, slot: Array) -> Ref:
-        """Returns the barrier that the copies of a partial piece signal."""
-        barrier = self.refs["to_clear"]
-        return barrier if self.kernel.has_producer else barrier.at[slot]
 
     def fetch(self, slot: Array, start: Array, number: Array, whole: Array) -> None:
         """Starts the copies of one piece."""
@@ -78,7 +77,7 @@ class Producer(Worker):
             source = refs["decays"].at[task.first_piece + number, head]
             plgpu.copy_gmem_to_smem(source, refs["decay"].at[slot, consumer], arrived)
         pl.when(whole)(lambda: self.fetch_inputs(slot, start, arrived))
-        pl.when(~whole)(lambda: self.fetch_inputs(slot, start, self.to_clear(slot)))
+        pl.when(~whole)(lambda: self.fetch_inputs(slot, start, refs["to_clear"].at[slot]))
 
     def fetch_inputs(self, slot: Array, start: Array, arrived: Ref) -> None:
         """Starts the copies of B and x, the inputs of the state, whose rows past a piece's end must be zeroed."""
@@ -95,10 +94,25 @@ class Producer(Worker):
         source = self.refs["xbc"].at[pl.ds(start, SIDE), pl.ds(column, SIDE)]
         plgpu.copy_gmem_to_smem(source, square, arrived)
 
+    def meet(self, number: Array, met: Ref) -> None:
+        """Issues the products of C and B of a piece; behind the last piece, of what is left in the next stage."""
+        slot = self.slot(number)
+        pl.when(number < self.task.pieces)(lambda: self.receive(number))
+        met[...] = self.zeros()
+        for block in range(self.geometry.blocks):
+            c, b = (self.refs[name].at[slot, block] for name in ("c", "b"))
+            self.multiply(met, c, b, right_transposed=True)
+
+    def receive(self, number: Array) -> None:
+        """Waits until a piece has arrived, and zeroes rows past its end."""
+        slot, (_, length) = self.slot(number), self.task.piece(number)
+        pl.when(length < SIDE)(lambda: self.clear(slot, length))
+        plgpu.barrier_wait(self.refs["arrived"].at[slot])
+
     def clear(self, slot: Array, length: Array) -> None:
-        """Zeroes rows past the piece's end, because 0 * NaN is NaN, and then signals the consumers."""
+        """Zeroes rows past the piece's end, because 0 * NaN is NaN, and then signals that the piece has arrived."""
         refs, g = self.refs, self.geometry
-        plgpu.barrier_wait(self.to_clear(slot))
+        plgpu.barrier_wait(refs["to_clear"].at[slot])
         squares = [refs["b"].at[slot, block] for block in range(g.blocks)]
         squares += [
             refs["x"].at[slot, consumer] for consumer in range(self.kernel.schedule.consumers)

@@ -14,8 +14,6 @@ SIDE = 64
 
 # Bytes of shared memory of a block, without what Mosaic uses itself.
 _MOST_BYTES = 232448 - 4096
-# Number of consumers -> registers per thread (setmaxnreg) of consumers and producer; all start with 65536 / threads.
-REGISTERS = {1: (240, 64), 2: (232, 40)}
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,12 @@ class Task:
 
 
 class Worker:
-    """Base class of the kernel's warpgroups."""
+    """Base class of the kernel's warpgroups; `number` is the warpgroup's index in its block."""
 
-    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref]) -> None:
+    def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], number: Array) -> None:
         self.kernel, self.geometry, self.refs = kernel, kernel.geometry, refs
+        self.number = number
+        self.task = Task(kernel, refs, lax.axis_index("block"))
 
     def slot(self, number: Array) -> Array:
         """Returns the pipeline stage of a piece."""

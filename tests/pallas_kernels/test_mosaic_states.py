@@ -117,7 +117,7 @@ def test_interpreted_the_delta_update_equals_the_oracle_without_a_race(name, rac
 
 
 SMALL_DELTA_SCAN = delta_scan_cases.Case(
-    "", Rows((70, 3), (0, 62), 1, 5, snapshots=True), DeltaShape(1, 1, 64, 64), ci=True
+    "", Rows((200, 3), (0, 62), 1, 5, snapshots=True), DeltaShape(1, 1, 64, 64), ci=True
 )
 
 
@@ -184,8 +184,9 @@ def test_interpreted_larger_delta_scans_equal_the_oracle_without_a_race(name, ra
     assert not races()
 
 
+# The first row has four pieces, more than there are stages.
 SMALL_SCAN = scan_cases.Case(
-    "", Rows((70, 3), (0, 62), 1, 5, snapshots=True), 2, 64, 64, chunk_size=64
+    "", Rows((200, 3), (0, 62), 1, 5, snapshots=True), 2, 64, 64, chunk_size=64
 )
 
 
@@ -210,11 +211,6 @@ def test_interpreted_the_scan_equals_the_oracle_without_a_race(schedule, races):
     result = under(schedule, inputs, interpret=True)
     state_oracle.assert_is_ssd(result, inputs, "bfloat16")
     assert not races()
-
-
-@pytest.mark.slow
-def test_interpreted_the_scan_equals_the_oracle_without_a_producer(no_requests, races):
-    test_interpreted_the_scan_equals_the_oracle_without_a_race(Schedule(2, 3), races)
 
 
 # XLA rounds it once in tests/pallas_kernels/ssd_scan; the test above bounds what the kernel may differ by.

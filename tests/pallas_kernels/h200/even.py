@@ -11,15 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from tests.engine.h200 import device, has_plugin
-from tests.pallas_kernels.h200 import grouped, latent, ragged, states
+from tests.pallas_kernels.h200 import grouped, latent, ragged
 from tests.pallas_kernels.h200.assembler import assembled
 from tests.pallas_kernels.h200.kernels import report
 
-MODULES = {"ragged": ragged, "states": states, "grouped": grouped}
+MODULES = {"ragged": ragged, "grouped": grouped}
 # What requests registers where they are honoured. `kernels.py` and `latent.py` name the programs.
 CHOSEN = {
     "ragged": ("llama", "gemma", "fp8"),
-    "states": ("ssd_scan",),
     "grouped": ("gpt-oss-down-t2048 mxfp4",),
     "latent": ("packed", "128 heads"),
     "sparse": ("bytes",),

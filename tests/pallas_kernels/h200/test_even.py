@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def reports():
     """Compiles all of them in one process: more than a minute of CPU time."""
     found = reports_of("even.py")
-    assert len(found) == 8
+    assert len(found) == 7
     return found
 
 
