@@ -135,22 +135,26 @@ class Bench:
         """
         programs = self.engine.runner.programs
         self._run_programs()
-        found = self._waves("meanwhile", lambda: programs.pending > 0)
+        found = self._waves("meanwhile", 10_000, lambda: programs.pending > 0)
         compiled = time.perf_counter()
         self._run_programs()
-        found |= self._waves("afterwards", lambda: time.perf_counter() < compiled + 5)
+        found |= self._waves("afterwards", 20_000, lambda: time.perf_counter() < compiled + 5)
         return {"pending": pending, "all_programs_s": compiled - ready, **found}
 
-    def _waves(self, when: str, goes_on: Callable[[], bool]) -> Row:
-        """Serves eight requests at a time, and returns their figures, named after `when`."""
+    def _waves(self, when: str, seed: int, goes_on: Callable[[], bool]) -> Row:
+        """Serves eight requests at a time, and returns their figures, named after `when`.
+
+        Prompts are drawn from the seeds from `seed` on, so that no prefix of an earlier one is hit.
+        """
         timelines, prompt, output = [], self.options.context // 4, self.options.steps
         began = time.perf_counter()
         while not timelines or goes_on():
-            asked = self.seen.requests(8, prompt, output, seed=10_000 + len(timelines))
+            asked = self.seen.requests(8, prompt, output, seed=seed + len(timelines))
             timelines += serve(self.engine, asked, [0.0] * len(asked))
         seconds, figures = time.perf_counter() - began, figures_of(timelines)
         row = {
             "requests": figures.requests,
+            "cached_tokens": figures.cached_tokens,
             "tokens_per_second": figures.output_tokens / seconds,
         }
         for name, spread in (("first_token", figures.ttft_ms), ("between_tokens", figures.itl_ms)):

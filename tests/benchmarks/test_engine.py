@@ -73,6 +73,7 @@ def test_a_start_in_the_background_is_told_beside_what_requests_saw(tmp_path):
     assert row["pending"] > 0 < row["programs"]
     for when in ("meanwhile", "afterwards"):
         assert row[f"{when}_requests"] % 8 == 0 < row[f"{when}_requests"]
+        assert row[f"{when}_cached_tokens"] == 0
         assert row[f"{when}_first_token_p50_ms"] <= row[f"{when}_first_token_p99_ms"]
 
 
