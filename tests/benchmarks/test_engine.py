@@ -66,8 +66,18 @@ def test_every_part_is_recorded(folder):
 
 
 @pytest.mark.slow
-def test_a_start_in_the_background_is_told_beside_what_requests_saw(tmp_path):
-    main([*TINY.split(), "--parts", "startup", "--background", "--folder", str(tmp_path)])
+def test_a_start_in_the_background_is_told_beside_what_requests_saw(tmp_path, monkeypatch):
+    prompts, serve_requests = [], engine.serve
+
+    def serve(served, requests, arrivals):
+        prompts.extend(tuple(one.prompt) for one in requests)
+        return serve_requests(served, requests, arrivals)
+
+    monkeypatch.setattr(engine, "serve", serve)
+    options = ["--parts", "startup", "--background", "--context", "64"]
+    main([*TINY.split(), *options, "--folder", str(tmp_path)])
+    # The prefix cache has every prompt that came before.
+    assert len(set(prompts)) == len(prompts)
     [path] = tmp_path.glob("engine-tiny-startup-*-in-background.json")
     [row] = json.loads(path.read_text())["rows"]
     assert row["pending"] > 0 < row["programs"]
