@@ -16,12 +16,14 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import CachePoisoned
 from jaxkv.options import cache_of
 from tests.fake_llm import FakeLLM
+from tests.one_layer import one_layer_model
 
 FAST = ["--max-model-len", "64", "--max-tokens", "4"]
 
 
-def test_generate_prints_the_prompt_and_goes_on(capsys):
-    assert main(["generate", *FAST, "def "]) == 0
+def test_generate_prints_the_prompt_and_goes_on(capsys, tmp_path):
+    model = one_layer_model(tmp_path / "one")
+    assert main(["generate", "--model", str(model), *FAST, "def "]) == 0
     out = capsys.readouterr().out
     assert out.startswith("def ")
     assert len(out) > len("def \n")

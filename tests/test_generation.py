@@ -19,14 +19,14 @@ CONFIG = ModelConfig(
     family="llama",
     vocab_size=61,
     hidden_size=32,
-    num_layers=2,
+    num_layers=1,
     heads=4,
     kv_heads=2,
     head_dim=8,
     ffn_size=48,
     max_positions=256,
     rope=RopeConfig(rotary_dim=8),
-    windows=(None, 5),
+    windows=(5,),
 )
 MODEL = Decoder(CONFIG)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -355,10 +355,9 @@ def test_arguments_of_another_kind_are_refused_with_a_reason(params, change, mes
 
 @pytest.fixture
 def traces(monkeypatch):
-    """One entry for each time the whole program is traced; tests that follow must compile again."""
+    """One entry for each time a whole program is traced that no other test has."""
     from jaxkv import generation
 
-    jax.clear_caches()
     loop, traced = generation.generate_loop, []
     counted = lambda *args, **options: traced.append(args) or loop(*args, **options)  # noqa: E731
     monkeypatch.setattr(generation, "generate_loop", counted)

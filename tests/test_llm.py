@@ -20,8 +20,8 @@ from tests.one_layer import one_layer_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
-# Each combination of features is a program, so tests here have few of them: filters with draws, and `min_tokens` with
-# penalties.
+# Each combination of features is a program, so tests here have few of them: filters and two log-probabilities with
+# draws, four without, and `min_tokens` with penalties.
 # An `LLM` of the same options finds on disk what another one has compiled.
 OPTIONS = {
     "dtype": "float32",
@@ -142,7 +142,7 @@ def test_a_stream_that_is_dropped_gives_its_pages_back(llm):
 
 
 def test_samples_differ_and_the_first_is_the_seeds_own(llm):
-    wish = SamplingParams(temperature=1.0, top_p=0.9, seed=3, n=3, max_tokens=12)
+    wish = SamplingParams(temperature=1.0, top_p=0.9, seed=3, n=3, max_tokens=12, logprobs=2)
     output = llm.generate(PROMPTS[0], wish)[0]
     alone = llm.generate(PROMPTS[0], replace(wish, n=1))[0]
     assert len(output.outputs) == 3
@@ -182,7 +182,7 @@ def test_logprobs_name_the_chosen_token_and_the_most_likely(llm):
 
 
 def test_an_output_prints_its_text_first_and_has_the_names_of_vllm(llm):
-    first, second = llm.generate([PROMPTS[0], [7, 8]], replace(GREEDY, logprobs=2))
+    first, second = llm.generate([PROMPTS[0], [7, 8]], replace(GREEDY, logprobs=4))
     shown = repr(first)
     assert repr(first.text) in shown
     assert shown.index("text=") < shown.index("prompt_token_ids=")
@@ -536,7 +536,8 @@ def test_pages_run_out_with_the_numbers_and_nothing_is_consumed():
 def test_every_dtype_serves(dtype, one_layer):
     cache = CacheConfig(max_sequences=1)
     llm = LLM(one_layer, dtype=dtype, max_model_len=64, cache=cache, progress=False)
-    assert len(llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))) == 1
+    # A prompt of one token has no program of its own.
+    assert len(llm.generate([[5]], SamplingParams(temperature=0.0, max_tokens=4))) == 1
     assert str(llm.engine.runner.params["embed"].dtype) == (
         "bfloat16" if dtype == "auto" else dtype
     )

@@ -35,7 +35,8 @@ def asked(top, **fields):
     return SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=top, **fields)
 
 
-@pytest.mark.parametrize("top", [0, 3, 20])
+# Each number is a program: none, and the most that there are.
+@pytest.mark.parametrize("top", [0, pytest.param(3, marks=pytest.mark.slow), 20])
 def test_the_tables_have_each_token_and_the_most_likely_ones(llm, top):
     [output] = llm.generate(PROMPT, asked(top))
     ids, tables = output.prompt_token_ids, output.prompt_logprobs

@@ -34,6 +34,7 @@ from jaxkv.models.registry import (
 from jaxkv.models.tensor_parallel import AXIS, TensorParallel, over_devices, tensor_mesh
 from jaxkv.plan import explain_plan
 from jaxkv.runner.adapter_stacks import stack_bytes
+from jaxkv.runner.program_specs import StepSpec
 from jaxkv.weights.named_arrays import NamedWeights
 from jaxkv.weights.quantised.weight_forms import is_few_bits
 from pallas_kernels.dispatch import Unsupported
@@ -156,10 +157,13 @@ def test_few_pages_make_requests_wait_and_change_no_token(folder, single):
 def test_drafts_and_launches_of_several_steps_change_no_token(folder, single):
     text = "a = 1\nb = 2\na = 1\nb = 2\na = 1\n"
     wanted = tokens_of(single.generate([text], GREEDY))
-    drafts = EngineConfig(speculation=SpeculationConfig(tokens=2, adaptive=False))
-    for engine in (drafts, EngineConfig(steps_per_launch=4)):
-        with few_programs(LLM(folder, tensor_parallel_size=2, engine=engine, **SMALL)) as llm:
-            assert tokens_of(llm.generate([text], GREEDY)) == wanted
+    drafts = SpeculationConfig(tokens=2, adaptive=False)
+    engine = EngineConfig(speculation=drafts, steps_per_launch=4)
+    with few_programs(LLM(folder, tensor_parallel_size=2, engine=engine, **SMALL)) as llm:
+        assert tokens_of(llm.generate([text], GREEDY)) == wanted
+        programs = [program.spec for program in llm.engine.runner.programs.manifest()]
+        kinds = {(spec.drafts > 0, spec.steps) for spec in programs if isinstance(spec, StepSpec)}
+    assert kinds == {(False, 1), (False, 4), (True, 1)}
 
 
 @pytest.mark.slow
@@ -394,6 +398,8 @@ def test_generate_in_a_program_of_ones_own_gives_the_tokens_of_one_device(single
     assert np.array_equal(got.tokens, wanted.tokens)
 
 
+# test_a_vocabulary_that_the_devices_cannot_divide_stays_whole draws them too.
+@pytest.mark.slow
 def test_random_weights_are_those_of_one_device(folder):
     drawn = {}
     for devices in (1, 2):

@@ -68,8 +68,12 @@ def test_every_op_is_timed_on_a_small_case(op, dtype):
         assert row["share_of_ceiling"] is None
 
 
+# Of attention, a product, a write and a choice; the others have peers of these kinds.
 @pytest.mark.torch
-@pytest.mark.parametrize("op", WITH_PEER)
+@pytest.mark.parametrize(
+    "op",
+    fast_cases(WITH_PEER, "paged_attention", "skinny_matmul", "page_write", "index_topk"),
+)
 def test_a_peer_is_timed_beside_it(op):
     rows = measure(op, EQUAL[op])
     assert rows["torch"]["is_peer"]

@@ -36,6 +36,13 @@ def bytes_of(cache):
     return sum(array.size * array.dtype.itemsize for array in cache.arrays)
 
 
+def copied(cache, layout, group, source, target):
+    """Returns a cache with copied units; the program does not donate the given one."""
+    return jax.jit(lambda *given: copy_units(given[0], layout, group, *given[1:]))(
+        cache, source, target
+    )
+
+
 def pool_copies(compiled):
     """Copy instructions in the optimised HLO that are not of scalars or index vectors."""
     return re.findall(r"= \w+\[\d+,\d+,[\d,]+\]\S* copy\(", compiled.as_text())
@@ -126,18 +133,18 @@ def test_the_device_or_sharding_is_the_callers_choice():
 def test_copied_pages_change_their_group_alone():
     layout = hybrid()
     cache = numbered(layout, 5)
-    copied = copy_units(cache, layout, "gqa", jnp.array([4, 0]), jnp.array([1, 2]))
+    found = copied(cache, layout, "gqa", jnp.array([4, 0]), jnp.array([1, 2]))
     for layer in (0, 3):
-        for array in copied.layer(layer).values():
+        for array in found.layer(layer).values():
             assert units_of(array) == [1, 5, 1, 4, 5]
     for layer in (1, 2, 4):
-        chex.assert_trees_all_equal(copied.layer(layer), cache.layer(layer))
+        chex.assert_trees_all_equal(found.layer(layer), cache.layer(layer))
 
 
 def test_sources_are_read_before_targets_are_written():
     layout = hybrid()
-    copied = copy_units(numbered(layout, 3), layout, "gqa", jnp.array([0, 1]), jnp.array([1, 0]))
-    assert units_of(copied.layer(0)["key"]) == [2, 1, 3]
+    found = copied(numbered(layout, 3), layout, "gqa", jnp.array([0, 1]), jnp.array([1, 0]))
+    assert units_of(found.layer(0)["key"]) == [2, 1, 3]
 
 
 def test_padding_copies_change_nothing():
@@ -146,16 +153,16 @@ def test_padding_copies_change_nothing():
     cache = numbered(layout, 3)
     padding = jnp.arange(3, 7, dtype=jnp.int32)
     for group in ("gqa", "mamba2", "sampling"):
-        chex.assert_trees_all_equal(copy_units(cache, layout, group, padding, padding), cache)
+        chex.assert_trees_all_equal(copied(cache, layout, group, padding, padding), cache)
 
 
 def test_copied_states_change_their_group_alone():
     layout = hybrid()
     cache = numbered(layout, 4)
-    copied = copy_units(cache, layout, "mamba2", jnp.array([3]), jnp.array([1]))
-    assert [units_of(array) for array in copied.layer(2).values()] == [[1, 4, 3, 4]] * 2
+    found = copied(cache, layout, "mamba2", jnp.array([3]), jnp.array([1]))
+    assert [units_of(array) for array in found.layer(2).values()] == [[1, 4, 3, 4]] * 2
     for layer in (0, 1, 3, 4):
-        chex.assert_trees_all_equal(copied.layer(layer), cache.layer(layer))
+        chex.assert_trees_all_equal(found.layer(layer), cache.layer(layer))
 
 
 @pytest.mark.parametrize("unit", ["page", "state"])

@@ -96,6 +96,8 @@ LONG = (
     # tests/test_plan.py and tests/test_saved_prefixes.py have the cache, tests/test_quantization.py the weights, and
     # tests/structured the grammars.
     *("docs/how-to/cache.md", "docs/how-to/quantisation.md", "docs/structured.md"),
+    # tests/engine/test_processors.py has processors in an engine.
+    "docs/how-to/logits-processors.md",
 )
 # Page -> what is checked once its blocks have run.
 AFTERWARDS = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.programs.command_buffers import read_command_buffers
 
 # The programs whose names on disk are reported too, each of which takes another trace.
-STORED = ("decode", "decode_best", "prefill")
+STORED = ("decode_best", "hybrid_experts_decode_mosaic_gpu")
 ROWS, PAGES, PAGE_SIZE, WIDTH, LAYERS, DEEP = 8, 128, 64, 8, 2, 4
 
 

@@ -84,8 +84,9 @@ SAMPLED_BY = {
 }
 OTHERS = (*HYBRID, *MORE_HYBRID, *LATENT, *WINDOWS)
 SLOW_BATCHES = (
-    # A loop of steps is one of the fast programs too: `multi_step`.
-    (MANY_ROWS, *SHARING, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, *GENERATES),
+    # A loop of steps is one of the fast programs too: `multi_step`, whose steps are those of `decode`.
+    # The kernel that attends to prompts is compiled by tests/pallas_kernels/h200/test_kernels.py.
+    ("decode", "prefill", MANY_ROWS, *SHARING, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, *GENERATES),
     # What is refused here is refused by tests/programs/test_audit.py too; a scan stays fast.
     (ODD, LATE, SWAPPED, INVARIANT, *VERIFY, *WINDOWS),
     (*DRAFTS, *KEEPING),

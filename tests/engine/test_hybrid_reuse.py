@@ -32,7 +32,8 @@ def engine_for(**options):
 @pytest.mark.parametrize(
     ("page", "shifts"),
     [
-        (32, range(1, 101, 12)),
+        (32, range(1, 101, 24)),
+        pytest.param(32, range(1, 101, 12), marks=pytest.mark.slow),
         pytest.param(8, range(2, 101, 7), marks=pytest.mark.slow),
         pytest.param(32, range(1, 101), marks=pytest.mark.slow),
         pytest.param(8, range(1, 101), marks=pytest.mark.slow),

@@ -57,8 +57,13 @@ def attend_by_way_of_tiles(q, k_pages, v_pages, page_table, seq_lens, *, shared=
     return pallas_kernels.paged_attention(q, k_pages, v_pages, page_table, seq_lens, **options)
 
 
+KEPT = {steps: (steps, Programs()) for steps in (1, 4)}
+"""Steps of a launch, and the programs of the tests' engines that have so many."""
+
+
 @pytest.fixture
 def engine(monkeypatch, request):
+    steps, programs = request.param
     monkeypatch.setattr(attention, "paged_attention", attend_by_way_of_tiles)
     monkeypatch.setattr(step_sizes, "may_share_keys", lambda *_, **__: True)
     monkeypatch.setattr(shared_rows, "_LEAST_BYTES_SAVED", 1)
@@ -70,9 +75,9 @@ def engine(monkeypatch, request):
     wish = CacheConfig(max_sequences=ROWS, page_size=32)
     limits = {"dtype": "bfloat16", "max_model_len": LONGEST, "free_bytes": None}
     layout, budget = plan_cache(MODEL, wish, **limits)
-    runner = ModelRunner(MODEL, params, layout, budget.counts, Programs())
+    runner = ModelRunner(MODEL, params, layout, budget.counts, programs or Programs())
     made = SequenceRunner(runner, max_tokens=LONGEST, max_rows=ROWS)
-    return Engine(made, config=EngineConfig(steps_per_launch=request.param))
+    return Engine(made, config=EngineConfig(steps_per_launch=steps))
 
 
 def answers(engine, prompts, samples):
@@ -97,11 +102,12 @@ def answers(engine, prompts, samples):
     return [state.token_ids for state in states], ran
 
 
-@pytest.mark.parametrize("engine", [1, 4], indirect=True, ids=["single steps", "four per launch"])
+@pytest.mark.parametrize(
+    "engine", KEPT.values(), indirect=True, ids=["single steps", "four per launch"]
+)
 def test_the_tokens_are_those_of_rows_that_share_nothing(engine, monkeypatch):
     """The first prompts fit whole pages and half of one; the last is short and shares nothing."""
     prompts = [SYSTEM + [9] * 42, SYSTEM[:70], [3, 4]]
-    TOLD.clear()
     found, ran = answers(engine, prompts, samples=5)
     assert ran[True] > 0
     assert TOLD
@@ -111,7 +117,7 @@ def test_the_tokens_are_those_of_rows_that_share_nothing(engine, monkeypatch):
     assert found == wanted
 
 
-@pytest.mark.parametrize("engine", [1], indirect=True, ids=["single steps"])
+@pytest.mark.parametrize("engine", [KEPT[1]], indirect=True, ids=["single steps"])
 def test_tiles_of_other_pages_would_be_seen(engine, monkeypatch, caplog):
     """A seeded defect: keys of another prompt are read where a prompt's own should be."""
     prompts = [SYSTEM + [9] * 42, [*SYSTEM[::-1], 5, 6]]
@@ -143,7 +149,7 @@ def fill_unchecked(packer, fields, shared):
         fields["shared_lens"][: len(shared.lens)] = shared.lens
 
 
-@pytest.mark.parametrize("engine", [1], indirect=True, ids=["single steps"])
+@pytest.mark.parametrize("engine", [KEPT[1]], indirect=True, ids=["single steps"])
 def test_a_program_without_memory_is_replaced_by_one_of_the_same_rows_that_shares_nothing(engine):
     """Not by smaller steps: rows that share fewer keys would be cut until they share none."""
     prompts = [SYSTEM + [9] * 42]
@@ -163,7 +169,9 @@ def test_a_program_without_memory_is_replaced_by_one_of_the_same_rows_that_share
     assert set(counts) - {1} == {ROWS}, "one sample computes the prompt before the others join"
 
 
-@pytest.mark.parametrize("engine", [1, 4], indirect=True, ids=["single steps", "four per launch"])
+@pytest.mark.parametrize(
+    "engine", [(1, None), (4, None)], indirect=True, ids=["single steps", "four per launch"]
+)
 def test_an_engine_that_must_not_compile_runs_the_programs_that_it_has(engine, monkeypatch, caplog):
     prompts = [SYSTEM + [9] * 42]
     with monkeypatch.context() as patch:

@@ -30,6 +30,8 @@ def test_advantages_have_no_mean_and_a_group_of_equal_rewards_has_none():
     assert found[3:].tolist() == [0, 0, 0]
 
 
+# tests/test_live_weights.py has an engine that follows training, tests/test_rollout.py log-probabilities of samples.
+@pytest.mark.slow
 def test_the_engine_samples_from_each_steps_weights(tmp_path):
     """The trainer's log-probabilities and the rollout's differ by rounding alone, after a step too."""
     save_hf(TINY, init_params(TINY, jax.random.key(0)), tmp_path, dtype="float32")

@@ -32,7 +32,7 @@ from jaxkv.examples.train_small_model import (
 TINY = SmallLlama(
     vocab_size=300,
     hidden_size=32,
-    num_layers=2,
+    num_layers=1,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,

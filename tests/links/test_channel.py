@@ -36,12 +36,12 @@ def test_messages_arrive_in_order_whatever_their_size(ends):
 
 def test_threads_do_not_mix_their_messages(ends):
     threads = [
-        threading.Thread(target=lambda n=n: [ends[0].send(n, [n] * 5000) for _ in range(40)])
+        threading.Thread(target=lambda n=n: [ends[0].send(n, [n] * 5000) for _ in range(15)])
         for n in range(4)
     ]
     for thread in threads:
         thread.start()
-    for _ in range(160):
+    for _ in range(60):
         number, items = ends[1].receive()
         assert items == [number] * 5000
     for thread in threads:

@@ -59,7 +59,8 @@ def test_layers_share_states_and_pages_by_what_they_remember(model):
     assert driver.cache.keys == roles
 
 
-@pytest.mark.parametrize("decode", [False, True])
+# An engine audits its programs of prompts too, in tests/engine/test_hybrid_engine.py.
+@pytest.mark.parametrize("decode", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_donated_cache_is_updated_in_its_own_memory(model, params, decode):
     # Each array of states too is the output in the place of its input.
     driver = Driver(model, params, **SMALL)

@@ -161,7 +161,7 @@ def mailboxes(monkeypatch):
 @pytest.mark.parametrize("has_peers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sums_over_devices_by_way_of_mailboxes_join_and_weigh(joined, mailboxes, has_peers):
     """Logits are those of one device. Without mailboxes XLA adds up, and norms stay on their own."""
-    model = build_model(read_config(PLAIN | LLAMA | {"vocab_size": 64}))
+    model = build_model(read_config(PLAIN | LLAMA | {"vocab_size": 64, "num_hidden_layers": 2}))
     params, tokens = drawn(model), [prompt(5), prompt(7, 1), prompt(3, 2)]
     split = TensorParallel(model, tensor_mesh(2))
     alone, several = Driver(model, params, **SMALL), Driver(split, split.divided(params), **SMALL)
@@ -180,7 +180,7 @@ def test_sums_over_devices_by_way_of_mailboxes_join_and_weigh(joined, mailboxes,
 
 @needs_devices(2)
 def test_a_model_on_xla_alone_uses_no_mailboxes(mailboxes):
-    model = build_model(read_config(PLAIN | LLAMA), implementation="xla")
+    model = build_model(read_config(PLAIN | LLAMA | {"num_hidden_layers": 1}), implementation="xla")
     split = TensorParallel(model, tensor_mesh(2))
     driver = Driver(split, split.divided(drawn(model)), **SMALL)
     driver.cache = replace(driver.cache, peers=jnp.zeros(peers_shape(2), jnp.int32))

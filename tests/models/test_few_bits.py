@@ -107,8 +107,11 @@ def in_few_bits(plain):
 
 @pytest.mark.parametrize(
     ("block", "step"),
+    # Of blocks whose plain weights are XLA's, a decode step has the products of a prompt.
     [
-        (block, step)
+        pytest.param(
+            block, step, marks=[pytest.mark.slow] * (step == "prefill" and block not in BOTH)
+        )
         for block in BLOCKS_WITH_PROJECTIONS
         for step in STEPS
         # Other blocks compute a fresh step as any prefill.

@@ -20,7 +20,7 @@ STEPS = [(5, 2), (4, 3), (1, 0)], [(3, 0), (5, 1), (5, 4)]
 
 @pytest.fixture(scope="module")
 def made():
-    patterns = tuple((block, "gated") for block in (*BLOCKS, "attention"))
+    patterns = (*((block,) for block in BLOCKS), ("attention", "gated"))
     model = Decoder(
         ModelConfig(
             family="hybrid",

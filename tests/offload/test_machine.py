@@ -14,6 +14,7 @@ from tests.cache.kept_states.hybrid_world import hybrid_of
 from tests.cache.kept_states.test_keeper_machine import HybridMachine
 from tests.cache.prefix.test_index_machine import with_settings
 from tests.cache.prefix.world import FULL, MIXED
+from tests.fast_cases import fast_cases
 from tests.offload.host_world import HostWorld, run_host_program
 
 WORLDS = {
@@ -96,7 +97,8 @@ TestHybrid = machine_of("hybrid")
 TestSeveral = machine_of("several")
 
 
-@pytest.mark.parametrize("name", WORLDS)
+# Worlds of several groups are fast; full attention and recurrent layers are among these.
+@pytest.mark.parametrize("name", fast_cases(WORLDS, "several", "mixed"))
 def test_long_random_programs_keep_every_promise(name):
     world = world_of(name)
     run_host_program(world, random.Random(5), 1500)

@@ -17,10 +17,14 @@ from pallas_kernels.formats.few_bits import FewBits
 ON_GPU = {"mosaic_gpu", "cudnn"}
 
 
-def implementations(*names):
-    """Parametrises a test over implementations."""
+def implementations(*names, slow=()):
+    """Parametrises a test over implementations; those in `slow` are slow."""
     params = [
-        pytest.param(name, marks=[pytest.mark.gpu] if name in ON_GPU else []) for name in names
+        pytest.param(
+            name,
+            marks=[pytest.mark.gpu] * (name in ON_GPU) + [pytest.mark.slow] * (name in slow),
+        )
+        for name in names
     ]
     return pytest.mark.parametrize("implementation", params)
 

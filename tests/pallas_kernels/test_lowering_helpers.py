@@ -133,7 +133,10 @@ def test_kernels_that_are_lowered_already_or_requested_are_not_asked_for_again()
         assert helpers._threads == []
 
 
-@pytest.mark.parametrize("launch", [launch_here, launch_at_once])
+# That a process ends is in the tests of processes below.
+@pytest.mark.parametrize(
+    "launch", [launch_here, pytest.param(launch_at_once, marks=pytest.mark.slow)]
+)
 def test_what_another_process_cannot_lower_is_lowered_here_and_said(
     launch, lowered, in_helpers, caplog
 ):

@@ -116,8 +116,7 @@ def test_a_relative_folder_is_not_used(caplog):
 
 
 def compile_step():
-    """Compiles the same program as a new process would, that is without what JAX holds in memory."""
-    jax.clear_caches()
+    """Compiles the same program as a new process would: each call makes a function, which JAX has not traced."""
     cache = jnp.zeros((64, 32))
 
     def step(cache, ints):

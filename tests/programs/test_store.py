@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import wait
 from pathlib import Path
+from types import FunctionType
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +64,16 @@ def arguments(rows=ROWS):
     return {"scale": jnp.full(WIDTH, 3.0, jnp.float32)}, cache, np.arange(4, dtype=np.int32)
 
 
+def fresh(function):
+    """Returns a copy of a function, of which JAX keeps no trace, as in a process of its own."""
+    code, name = function.__code__, function.__name__
+    return FunctionType(code, globals(), name, function.__defaults__, function.__closure__)
+
+
 def build(function=add, **options):
     """Compiles as a process of its own would, which has traced nothing yet."""
-    jax.clear_caches()
-    return Programs().get(KEY, lambda: Lowering(function, jax.eval_shape(arguments), **options))
+    types = jax.eval_shape(fresh(arguments))
+    return Programs().get(KEY, lambda: Lowering(fresh(function), types, **options))
 
 
 def stored(folder):
@@ -157,10 +164,9 @@ def test_arrays_in_the_code_count_by_their_values(nested):
 
 def test_types_options_and_settings_make_the_name():
     def name(rows=ROWS, options=(), **settings):
-        work = Lowering(add, jax.eval_shape(lambda: arguments(rows)))
+        work = Lowering(fresh(add), jax.eval_shape(lambda: arguments(rows)))
         specs = lowering.argument_types(work)
         devices = devices_of(specs)
-        jax.clear_caches()
         return name_traced("decode", lowering.trace("decode", work), specs, devices, dict(options))
 
     names = [name(), name(rows=ROWS + 1), name(options=(("xla_cpu_enable_fast_math", True),))]
@@ -319,8 +325,7 @@ def check_parts(cache, *numbers):
 
 
 def build_on(*numbers):
-    """Compiles for these devices as a process of its own would."""
-    jax.clear_caches()
+    """Compiles for these devices as a process of its own would: each call makes a function."""
     return Programs().get(KEY, lambda: Lowering(*on_mesh(*numbers)))
 
 
@@ -361,7 +366,6 @@ def test_a_sharding_has_one_name_however_it_is_written(folder):
     def built(*axes):
         place = NamedSharding(mesh, PartitionSpec(*axes))
         cache = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=place)
-        jax.clear_caches()
         work = Lowering(lambda lead, cache: (cache + lead, lead), (lead, cache), cache_argument=1)
         return Programs().get(KEY, lambda: work)
 
@@ -463,7 +467,6 @@ def options_of(rows):
 
 
 def get_all(*sizes):
-    jax.clear_caches()
     specs = {StepSpec(rows, rows, (1,), decode=True): rows for rows in sizes}
     builds = {spec: lambda rows=rows: scaled_by(rows) for spec, rows in specs.items()}
     return Programs().get_all(builds)

@@ -1,10 +1,11 @@
 """Descriptions of a machine's devices have equal digests however their maps are ordered, and others otherwise."""
 
 import jax
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.programs.topology import in_one_order, topology_digest
+from tests.example_counts import examples
 
 
 def varint(number):
@@ -37,12 +38,14 @@ MESSAGES = st.lists(st.tuples(st.integers(1, 40), VALUES), min_size=1, max_size=
 
 
 @given(MESSAGES, st.randoms())
+@settings(max_examples=examples(100))
 def test_the_order_of_fields_does_not_matter_at_any_depth(message, draw):
     mixed = serialised(message, lambda fields: draw.sample(fields, len(fields)))
     assert in_one_order(mixed) == in_one_order(serialised(message))
 
 
 @given(MESSAGES, st.integers(0, 2**40))
+@settings(max_examples=examples(100))
 def test_one_number_more_or_other_does_matter(message, number):
     def found(message):
         return in_one_order(serialised(message))

@@ -33,6 +33,7 @@ from tests.sampling.rows import (
 jit_sample = jax.jit(sample)
 jit_allowed = jax.jit(lambda logits, batch: allowed(logits, batch, ALL_IDS.max(logits)))
 jit_adjust = jax.jit(adjust)
+jit_noise = jax.jit(gumbel_noise, static_argnums=2)
 
 # Mixes ties, exact numbers, ordinary numbers and impossible tokens.
 LOGITS = st.one_of(
@@ -232,7 +233,7 @@ class TestDraws:
     def test_they_equal_the_oracles_with_the_same_noise(self, logits, params, seed):
         params = [SamplingParams(**options, seed=seed) for options in params]
         batch, positions = batch_of(params, FILTERS), at(3, 0, 2**31 - 1, 77)
-        noise = np.asarray(gumbel_noise(batch, positions, VOCAB), np.float64)
+        noise = np.asarray(jit_noise(batch, positions, VOCAB), np.float64)
         tokens = jit_sample(jnp.asarray(logits), batch, None, positions).tokens.tolist()
         for row, own, drawn, token in zip(logits, params, noise, tokens, strict=True):
             row = row.astype(np.float64)
@@ -289,7 +290,7 @@ class TestDraws:
 
     def test_the_noise_resolves_the_tail(self):
         """Noise from 23 random bits is coarse at its top, and repeats itself; ours does not."""
-        noise = np.asarray(gumbel_noise(batch_of([SamplingParams(seed=2)], DRAWS), at(5), 2**22))
+        noise = np.asarray(jit_noise(batch_of([SamplingParams(seed=2)], DRAWS), at(5), 2**22))
         top = noise[noise > 9.0]
         assert top.size > 400
         assert np.unique(top).size == top.size
@@ -297,7 +298,7 @@ class TestDraws:
     def test_the_noise_depends_on_each_part_of_the_counter_alone(self):
         seeds = [1, 1, 2, 1 + 2**32, 1]
         batch = batch_of([SamplingParams(seed=seed) for seed in seeds], DRAWS)
-        noise = np.asarray(gumbel_noise(batch, at(4, 5, 4, 4, 4), 64))
+        noise = np.asarray(jit_noise(batch, at(4, 5, 4, 4, 4), 64))
         np.testing.assert_array_equal(noise[0], noise[4])
         for first in range(4):
             for second in range(first):
@@ -305,7 +306,7 @@ class TestDraws:
 
 
 class TestLogprobs:
-    @pytest.mark.parametrize("top", [0, 1, 5])
+    @pytest.mark.parametrize("top", [0, pytest.param(1, marks=pytest.mark.slow), 5])
     def test_they_are_those_of_the_raw_logits(self, top):
         """Before penalties, biases, temperature and filters; the chosen token's and the most likely ones'."""
         logits = np.asarray(random_logits(3)).copy()

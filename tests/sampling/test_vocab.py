@@ -81,6 +81,7 @@ def kept(logits, batch, vocab):
     return allowed(logits, batch, vocab.max(logits), vocab)
 
 
+jit_noise = jax.jit(gumbel_noise, static_argnums=2)
 sampled_in_parts, kept_in_parts = in_parts(sample), in_parts(kept)
 
 
@@ -115,7 +116,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_oracle(
     state = state_of(prompts, outputs, biases, vocab=VOCAB)
     positions = at(*range(5, 5 + ROWS))
     got = agreed(sampled_in_parts(jnp.asarray(logits), batch, state, positions))
-    noise = np.asarray(gumbel_noise(batch, positions, VOCAB))
+    noise = np.asarray(jit_noise(batch, positions, VOCAB))
     for row, own in enumerate(params):
         blocked = (3, 11) if blocks[row] else ()
         told = {"prompt": prompts[row], "output": outputs[row], "blocked": blocked}
@@ -172,7 +173,7 @@ def test_a_token_is_drawn_among_those_that_the_filters_keep():
     features = Features(draws=True, filters=True, logprobs=0, logprobs_modes=True)
     batch, positions = batch_of(params, features), at(*range(ROWS))
     got = agreed(sampled_in_parts(jnp.asarray(logits), batch, None, positions))
-    noise = np.asarray(gumbel_noise(batch, positions, VOCAB))
+    noise = np.asarray(jit_noise(batch, positions, VOCAB))
     for row in range(ROWS):
         likely = np.argsort(-logits[row])[:3]
         token = likely[np.argmax(logits[row][likely] + noise[row][likely])]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.step.text_drafter import NgramLookup, TextDrafter
+from tests.example_counts import examples
 
 WIDTH, MOST = 24, 6
 JUNK = np.iinfo(np.int32).max
@@ -41,7 +42,7 @@ def naive(tokens, lookup, most):
     return [tokens[-1]] * most
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(TEXTS, st.sampled_from([NgramLookup(1, 1), NgramLookup(3, 1), NgramLookup(4, 2)]))
 def test_guesses_are_those_of_a_comparison_token_by_token(texts, lookup):
     assert drafted(lookup, texts) == [naive(tokens, lookup, MOST) for tokens in texts]

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 from tokenizers import pre_tokenizers
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.text import conversion
+from jaxkv.text import conversion, conversion_process
 from jaxkv.text.tokenizer import load_tokenizer
 
 CANARY = "import pathlib; pathlib.Path(__file__).with_name('CANARY').write_text('ran')\n"
@@ -26,9 +27,7 @@ def directory(tmp_path):
     return tmp_path
 
 
-@pytest.mark.torch
-def test_vocab_and_merges_are_converted_without_running_code(directory, monkeypatch, caplog):
-    monkeypatch.chdir(directory)
+def assert_converted(directory, caplog):
     tokenizer = load_tokenizer(directory)
     ab, spaced, end = range(len(ALPHABET), len(ALPHABET) + 3)
     assert tokenizer.encode("ab ab<|endoftext|>") == [ab, spaced, end]
@@ -38,6 +37,43 @@ def test_vocab_and_merges_are_converted_without_running_code(directory, monkeypa
     assert not (directory / "tokenizer.json").exists()
     [record] = caplog.records
     assert f"AutoTokenizer.from_pretrained('{directory}').save_pretrained" in record.getMessage()
+
+
+# The two tests below have its parts: a process takes ten seconds to import what converts.
+@pytest.mark.slow
+@pytest.mark.torch
+def test_vocab_and_merges_are_converted_without_running_code(directory, monkeypatch, caplog):
+    monkeypatch.chdir(directory)
+    assert_converted(directory, caplog)
+
+
+@pytest.mark.torch
+def test_transformers_converts_vocab_and_merges(directory, monkeypatch, caplog):
+    def run(source, target):
+        conversion_process.convert(str(source), str(target), conversion._FEWEST_TOKENS)
+
+    monkeypatch.setattr(conversion, "_run", run)
+    assert_converted(directory, caplog)
+
+
+TELLS_WHERE = """
+import importlib.util, json
+print(json.dumps({"error": importlib.util.find_spec("transformers").origin}))
+"""
+
+
+@pytest.mark.torch
+def test_the_process_of_a_conversion_finds_no_code_in_the_directory(
+    directory, monkeypatch, tmp_path_factory
+):
+    program = tmp_path_factory.mktemp("program") / "program.py"
+    program.write_text(TELLS_WHERE)
+    monkeypatch.setattr(conversion, "_PROGRAM", str(program))
+    installed = importlib.util.find_spec("transformers").origin
+    monkeypatch.chdir(directory)
+    with pytest.raises(BadCheckpoint, match=re.escape(f"cannot convert it: {installed};")):
+        load_tokenizer(directory)
+    assert not (directory / "CANARY").exists()
 
 
 NOT_UNDERSTOOD = r"tiktoken\.model but no tokenizer\.json, and Transformers cannot convert it: "

@@ -328,6 +328,7 @@ LATE = (
     "a_failed_sequence_leaves_its_checkpoints",
     "what_is_not_sure_is_found",
     "bad_states_are_kept",
+    "clearing_leaves_checkpoints",
 )
 
 

@@ -188,10 +188,10 @@ TEXTS = [text for length in range(1, 7) for text in itertools.product((0, 1), re
     "sizes", [[(2, None)], [(2, 3)], [(2, None), (3, None)], [(2, None), (1, 3)]]
 )
 def test_every_short_text_finds_just_what_it_shares_with_every_other(sizes):
-    """The pairs are all texts over two tokens of up to three pages."""
+    """The pairs are all texts over two tokens of up to three pages, but for the names of the tokens."""
     layout = layout_of(*sizes)
     world = World(layout, {group.name: 6 for group in layout.groups})
-    for first in TEXTS:
+    for first in (text for text in TEXTS if text[0] == 0):
         seq = world.adopt(first)
         assert world.step(seq, len(first))
         world.collect(seq)

@@ -65,6 +65,23 @@ def llm_of(model, speculation=None, *, strict=False, **cache):
     )
 
 
+@pytest.fixture(scope="module")
+def served(knowing):
+    """Returns a function of a method that returns an `LLM` with few pages, which it makes once until one takes it."""
+    made_of = {}
+
+    def of(method, *, takes=False):
+        if method not in made_of:
+            folder, _, speculation = knowing[method]
+            llm = llm_of(folder, speculation, budget_bytes=FEW_BYTES[method])
+            made_of[method] = few_programs(llm, 32)
+        return made_of.pop(method) if takes else made_of[method]
+
+    yield of
+    for llm in made_of.values():
+        llm.close()
+
+
 def told(outputs):
     return [(one.token_ids, one.finish_reason, one.logprobs) for one in outputs]
 
@@ -76,50 +93,49 @@ def share(llm, position=1):
 
 
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
-def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowing, method):
+def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowing, served, method):
     """Prompts in chunks, preemptions, hits in the prefix cache, an abort, a sleep, new weights and a lost cache."""
-    folder, model, speculation = knowing[method]
+    folder, model, _ = knowing[method]
     wanted = [model.greedy(prompt, 40) for prompt in PROMPTS]
-    with few_programs(llm_of(folder, speculation, budget_bytes=FEW_BYTES[method]), 32) as llm:
-        drafter = llm.engine.speculation.drafter
-        first = llm.generate(PROMPTS, GREEDY)
-        assert sum(one.usage.preemptions for one in first) > 0
-        stream = llm.stream(PROMPTS[2][::-1], GREEDY)
-        for _ in range(9):
-            next(stream)
-        stream.close()
-        second = llm.generate(PROMPTS, GREEDY)
-        assert sum(one.usage.cached_tokens for one in second) > 0
-        llm.sleep(level=2)
-        assert not any(drafter._runner.params[name] is not None for name in drafter._head.shared)
-        llm.update_weights(load_file(folder / "model.safetensors").items())
-        llm.wake_up()
-        third = llm.generate(PROMPTS, GREEDY)
-        drafter._runner.owner.poison("the test says so")
-        drafter._forget()
-        fourth = llm.generate(PROMPTS, GREEDY)
-        for served in (first, second, third, fourth):
-            assert [one.token_ids for one in served] == wanted
-        # A text of fewer than five tokens has no drafts of a head, but zeros.
-        assert share(llm, 1) > 0.9, llm.stats().speculation
-        assert share(llm, 2) > 0.9, llm.stats().speculation
-        assert drafter._failures == 0
-    assert not drafter._rows
+    llm = served(method)
+    drafter = llm.engine.speculation.drafter
+    first = llm.generate(PROMPTS, GREEDY)
+    assert sum(one.usage.preemptions for one in first) > 0
+    stream = llm.stream(PROMPTS[2][::-1], GREEDY)
+    for _ in range(9):
+        next(stream)
+    stream.close()
+    second = llm.generate(PROMPTS, GREEDY)
+    assert sum(one.usage.cached_tokens for one in second) > 0
+    llm.sleep(level=2)
+    assert not any(drafter._runner.params[name] is not None for name in drafter._head.shared)
+    llm.update_weights(load_file(folder / "model.safetensors").items())
+    llm.wake_up()
+    third = llm.generate(PROMPTS, GREEDY)
+    drafter._runner.owner.poison("the test says so")
+    drafter._forget()
+    fourth = llm.generate(PROMPTS, GREEDY)
+    for outputs in (first, second, third, fourth):
+        assert [one.token_ids for one in outputs] == wanted
+    # A text of fewer than five tokens has no drafts of a head, but zeros.
+    assert share(llm, 1) > 0.9, llm.stats().speculation
+    assert share(llm, 2) > 0.9, llm.stats().speculation
+    assert drafter._failures == 0
 
 
-# Sizes of the cache are those of the test above, so that the programs are too.
+# Of the same `LLM`, which this test closes.
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
-def test_a_head_keeps_no_weights_of_the_model_that_it_no_longer_needs(knowing, method):
+def test_a_head_keeps_no_weights_of_the_model_that_it_no_longer_needs(served, method):
     """Neither the old ones after an update, though nothing is drafted since, nor any after `close`."""
-    folder, _, speculation = knowing[method]
-    llm = few_programs(llm_of(folder, speculation, budget_bytes=FEW_BYTES[method]), 32)
-    # As many prompts as in the test above, whose programs are found on disk.
+    llm = served(method, takes=True)
+    drafter = llm.engine.speculation.drafter
     llm.generate(PROMPTS, GREEDY)
     for change in (lambda: llm.update_weights(jax.tree.map(jnp.copy, llm.params)), llm.close):
         old = [weakref.ref(leaf) for leaf in jax.tree.leaves(llm.params)]
         change()
         assert len(old) > 10
         assert [one() for one in old if one() is not None] == []
+    assert not drafter._rows
 
 
 @pytest.mark.slow

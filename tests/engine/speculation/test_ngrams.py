@@ -2,12 +2,13 @@
 
 import gc
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.speculation.ngrams import NgramDrafter
 from tests.engine.engines import request_of
+from tests.example_counts import examples
 
 
 def state_of(tokens):
@@ -27,6 +28,7 @@ def naive(tokens, longest, shortest, most):
 IDS = st.sampled_from([0, 1, 256, 257, 65536, 16777216])
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(IDS, min_size=1, max_size=30), st.integers(1, 3), st.integers(0, 3), st.data())
 def test_guesses_are_those_of_a_comparison_token_by_token(tokens, shortest, more, data):
     """Also while the text grows, several tokens at a time."""

@@ -39,8 +39,11 @@ EAGLE = {
 
 @pytest.fixture(
     scope="module",
-    # A head of another width has ids of its own too.
-    params=fast_cases([*EAGLE, *mtp_cases.CASES], "eagle3", "eagle3-other-width", *mtp_cases.CASES),
+    # A head of another width has ids of its own too; one of the model's width drafts in the engine's
+    # test_draft_heads.py. GLM's checkpoints name such layers as DeepSeek's do.
+    params=fast_cases(
+        [*EAGLE, *mtp_cases.CASES], "eagle3-other-width", "deepseek-v3", "qwen3-next"
+    ),
 )
 def head(request, tmp_path_factory):
     """The definition of a head, and ours with its parameters, read from files."""

@@ -31,10 +31,12 @@ THOROUGH += ("zamba2",)
 SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal", "zamba2-biases")
 # The blocks of Bamba are those of Granite, with turned keys, which Falcon-H1 has.
 SLOW += ("granite-dense-rope", "bamba")
+# test_tensor_parallel.py has the logits of Granite over two devices.
+SLOW += ("granite",)
 # The blocks of these are those of another family.
 BRIEF = ("mamba", "qwen3.5", "qwen3.5-moe", "lfm2-moe")
-# One family of each kind of recurrent layer is taken through everything in the fast tests.
-KINDS = ("mamba2", "falcon-h1", "qwen3-next", "lfm2", "jamba")
+# One family of each kind of recurrent layer is taken through everything in the fast tests; Falcon-H1 has Mamba-2.
+KINDS = ("falcon-h1", "qwen3-next", "lfm2", "jamba")
 LONG = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS))
     for name in (*THOROUGH, *BRIEF)

@@ -22,6 +22,7 @@ SLOW = ("v3-halves", "v3")
 EVERY = [
     pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in latent_cases.CASES
 ]
+CUT = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in THOROUGH]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_greedy_tokens_equal_transformers_for_64_steps(made, name, fresh):
     assert chosen == wanted
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("cut", [1, 8, 23])
 def test_a_prompt_behind_a_cached_prefix_gives_the_logits_of_transformers(made, name, cut):
     # An expanded step writes part of a page, one page or several, and an absorbed step reads them.
@@ -73,7 +74,7 @@ def test_a_prompt_behind_a_cached_prefix_gives_the_logits_of_transformers(made, 
     assert far(np.concatenate((first, second)), wanted) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", CUT)
 def test_rows_with_and_without_a_prefix_share_a_step(made, name):
     # One row continues, one decodes, one begins.
     case, theirs, model, params = made(name)

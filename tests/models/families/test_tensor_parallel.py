@@ -33,10 +33,9 @@ FAST = {
     ("gpt-oss", 2),
     ("hybrid-granite", 2),
     ("hybrid-qwen3-next", 2),
-    ("hybrid-lfm2", 2),
     ("v32", 4),
 }
-"""Heads, experts and each kind of recurrent layer but Mamba-1, latent attention, and both numbers of devices."""
+"""Heads, experts, Mamba-2, gated delta and its convolution, latent attention, and both numbers of devices."""
 
 PAIRS = [
     pytest.param(name, devices, marks=[pytest.mark.slow] * ((name, devices) not in FAST))

@@ -11,6 +11,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import load_config, read_config
 from jaxkv.plan import explain_plan
+from tests.example_counts import examples
 from tests.models.hf_config.test_config_json import LLAMA_3_1, TINY
 from tests.models.hf_config.test_config_json_window import GEMMA_3
 from tests.models.hf_config.test_known_keys import NAMES, VALUES
@@ -42,7 +43,11 @@ def test_a_named_key_is_ignored_with_one_warning(caplog):
     assert "flux = 1.21 is ignored" in told
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+    max_examples=examples(100),
+)
 @given(key=NAMES, value=VALUES)
 def test_a_random_unknown_key_can_be_ignored(caplog, key, value):
     raw = TINY | {f"q{key}": value}

@@ -73,7 +73,8 @@ def test_a_run_split_at_chunks_has_the_same_bits(implementation):
     assert bits(states[written]) == bits(np.asarray(pool)[written])
 
 
-@every_implementation
+# The states of the first case, above, have snapshots too.
+@implementations("xla", "mosaic_gpu", slow=("xla",))
 def test_snapshots_are_the_states_that_a_run_up_to_there_ends_in(implementation):
     """Its bits are those of a run that ends at the snapshot."""
     inputs = Case("", Rows((200, 70), (64, 0), snapshots=True), SHAPE).inputs(5)
@@ -133,7 +134,8 @@ def test_gates_of_any_size_stay_numbers(implementation):
     state_oracle.assert_is_delta(result, inputs, "bfloat16")
 
 
-@every_implementation
+# test_delta.py has it of XLA in float32.
+@implementations("xla", "mosaic_gpu", slow=("xla",))
 def test_equal_keys_that_are_corrected_fully_keep_a_chunk_exact(implementation):
     """Every token corrects the one before it, and nothing is forgotten: the system's worst case."""
     inputs = Case("", Rows((128,)), SHAPE).inputs(9)

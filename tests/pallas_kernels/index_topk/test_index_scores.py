@@ -51,11 +51,15 @@ def exact_scores(arrays: IndexArrays, first: int, count: int) -> jax.Array:
     return sums("qhk,qh->qk", products, weights)
 
 
-@pytest.mark.slow
+# "wide" has more tiles than stages in a block too.
 @pytest.mark.parametrize(
     ("heads", "keys", "is_packed"),
-    [(8, 500, True), (40, 1300, True), (40, 250, True), (72, 900, False)],
-    ids=["narrow", "wide", "short", "wide alone"],
+    [
+        pytest.param(8, 500, True, id="narrow", marks=pytest.mark.slow),
+        pytest.param(40, 1300, True, id="wide"),
+        pytest.param(40, 250, True, id="short", marks=pytest.mark.slow),
+        pytest.param(72, 900, False, id="wide alone", marks=pytest.mark.slow),
+    ],
 )
 def test_interpreted_scores_are_those_of_float32(heads, keys, is_packed, races):
     """Blocks of one warpgroup, and of three, the last of which may have no keys; one or two queries in a product."""

@@ -57,9 +57,9 @@ INTERPRETED = {
         small(131, 64, page_size=64, window=70, sinks=True),
         Schedule(1, 2, 2),
     ),
-    "a tile inside a page, groups across 8 rows, a cap": (
+    "a tile inside a page, a stage that is filled again, groups across 8 rows, a cap": (
         small(140, heads=14, page_size=128, soft_cap=5.0),
-        Schedule(1, 1, 3),
+        Schedule(1, 1, 2),
     ),
     "fp8, an empty row, small pages": (
         small(150, 0, quantised="float8_e4m3fn"),

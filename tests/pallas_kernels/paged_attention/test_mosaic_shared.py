@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import paged_attention
 from pallas_kernels.arguments.attention import AttentionArrays, ScoreOptions
-from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention import mosaic_gpu, mosaic_shared
 from pallas_kernels.paged_attention.cases import Case
 from pallas_kernels.paged_attention.mosaic_schedule import Geometry, Schedule
 from pallas_kernels.paged_attention.mosaic_shared import SharedGeometry
@@ -105,6 +105,15 @@ def test_interpreted_it_equals_the_oracle_without_a_race(case, tiles, schedule, 
     """Places that must not be read hold NaN, and a read out of bounds raises."""
     inputs, shared = sharing(case, tiles)
     assert_is_oracle(attend(case, schedule, inputs, shared, interpret=True), inputs)
+    assert not races()
+
+
+def test_interpreted_a_block_with_more_tiles_than_stages_equals_the_oracle(monkeypatch, races):
+    """So few tiles of rows have a block for each tile of keys otherwise."""
+    monkeypatch.setattr(mosaic_shared, "_MOST_PARTS", 1)
+    inputs, shared = sharing(small(300, 260, page_size=64), (([0, 1], 256),))
+    found = attend(SMALL, Schedule(1, 1, 2), inputs, shared, interpret=True)
+    assert_is_oracle(found, inputs)
     assert not races()
 
 

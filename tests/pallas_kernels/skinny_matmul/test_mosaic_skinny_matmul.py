@@ -72,9 +72,9 @@ CUTS = {
 }
 
 
-# What the others cut is in these too, with more beside it.
+# What the others cut is in these too, with more beside it, and tiles in turn are in the test of a norm after them.
 FAST_CUTS = (
-    *("tiles in turn, the last one early", "fewer rows of the weight than a product has", "splits"),
+    *("fewer rows of the weight than a product has", "splits"),
     *("gates and folds", "passes", "a cluster"),
 )
 
@@ -362,11 +362,9 @@ MANY_ROWS_IN_FEW_BITS = {
 
 
 @pytest.mark.usefixtures("races_may_follow")
-# Groups that are longer than a turn or not, with zero points and in a cluster, are fast; codes of the other kinds are
-# widened by what tests of few rows run, and rounded rows below have scales per row.
-@pytest.mark.parametrize(
-    "kind", fast_cases(MANY_ROWS_IN_FEW_BITS, "int4 by 64, zeros", "int8 by 32")
-)
+# Groups that are no longer than a turn, in a cluster, are fast; the gated weight below has long ones with zero points.
+# Codes of the other kinds are widened by what tests of few rows run, and rounded rows below have scales per row.
+@pytest.mark.parametrize("kind", fast_cases(MANY_ROWS_IN_FEW_BITS, "int8 by 32"))
 def test_interpreted_many_rows_widen_weights_in_few_bits_exactly(kind, races):
     """With hostile scales; scaled numbers of groups are rounded to x's dtype once."""
     rows, inner, out, tiling = MANY_ROWS_IN_FEW_BITS[kind]
@@ -632,7 +630,7 @@ def test_interpreted_a_residual_is_copied_ahead_window_by_window(
 ):
     """Tiles of more windows than are held, the last one of fewer rows, with weights copied early or not."""
     monkeypatch.setattr(mosaic_gpu, "overlaps_launches", lambda: True)
-    case, tiling = Case("", 177, 128, 64, has_residual=True, result="float32"), Tiling(192, 1, 2)
+    case, tiling = Case("", 177, 64, 64, has_residual=True, result="float32"), Tiling(192, 1, 2)
     assert tiling.residual_windows < tiling.rows // 32
     with argument_weights(early):
         [found] = in_fixed_order(case, np.arange(177), tiling=tiling)
@@ -643,6 +641,8 @@ def test_interpreted_a_residual_is_copied_ahead_window_by_window(
     assert not races()
 
 
+# It shows of the test of many rows and few, above, that it can fail.
+@pytest.mark.slow
 def test_interpreted_many_rows_have_other_bits_than_folds_of_few(one_by_one):
     """So the comparison above finds sums in another order."""
     case, rows = Case("", 65, 512, 64, result="float32"), np.array([64, 3, 0])

@@ -201,14 +201,14 @@ def test_what_wraps_the_forward_after_the_cache_was_made_runs_once_per_step(cach
 
 def test_an_attribute_that_changes_between_two_recordings_is_followed_in_both(cache_of):
     model = shallow()
-    cache = cache_of(model)
+    cache, plain = cache_of(model), cache_of(model, graphs=False)
     attention = model.model.layers[0].self_attn
     ids, _ = prompts(2, 12)
 
     def follows(text):
         """Computes a text and a step, and compares with a cache without graphs."""
         said = []
-        for holder in (cache, cache_of(model, graphs=False)):
+        for holder in (cache, plain):
             holder.reset(keep_prefix=False)
             with torch.no_grad():
                 model(text, past_key_values=holder)
@@ -239,8 +239,9 @@ def steer(module, scaling):
     )
 
 
+# The test above changes the scale too.
 @pytest.mark.parametrize("fork", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("turn", [scale, steer])
+@pytest.mark.parametrize("turn", [pytest.param(scale, marks=pytest.mark.slow), steer])
 def test_what_is_switched_where_a_text_goes_on_is_noticed_by_the_step(cache_of, turn, fork):
     model = shallow()
     attention = model.model.layers[0].self_attn
