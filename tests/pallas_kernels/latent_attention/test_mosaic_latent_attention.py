@@ -128,10 +128,11 @@ def test_interpreted_more_than_64_heads_share_a_row_between_blocks(races):
 
 
 @pytest.mark.parametrize(
-    ("value_dim", "heads"), [(256, 24), pytest.param(512, 5, marks=pytest.mark.slow)]
+    ("value_dim", "heads"), [(512, 5), pytest.param(256, 24, marks=pytest.mark.slow)]
 )
 def test_interpreted_keys_on_the_left_come_in_pieces_of_any_width(value_dim, heads, races):
-    case = Case(name="", rows=decode(130), heads=heads, value_dim=value_dim, page_size=32)
+    """More of them than the ring has; those of 64 columns are in the first test too."""
+    case = Case(name="", rows=decode(330), heads=heads, value_dim=value_dim, page_size=32)
     inputs = case.inputs(3)
     result = attend(case, ALONE, inputs, interpret=True)
     assert_is_oracle(result, inputs, "bfloat16")

@@ -65,8 +65,8 @@ def assert_is_oracle(result, inputs, dtype):
 
 
 INTERPRETED = {
-    "decode, a chunk, an idle row and padding in pieces that follow one another": (
-        Case("", ((20, 83), (1, 40), (0, 9), (9, 9)), 5, **SMALL, page_size=16),
+    "decode, a chunk of more tiles than stages, an idle row and padding in pieces that follow one another": (
+        Case("", ((20, 300), (1, 40), (0, 9), (9, 9)), 5, **SMALL, page_size=16),
         FEW,
     ),
     "a window that starts inside a page, sinks, a block for each piece": (
