@@ -91,18 +91,9 @@ class _Decays:
         return tuple((sum(widths[:index]), width) for index, width in enumerate(widths))
 
     def __call__(self, *refs: Ref) -> None:
-        names = [
-            "a_log",
-            "dt_bias",
-            "dt",
-            "start",
-            "length",
-            "out",
-            "totals",
-            "lines",
-            "all_arrived",
-        ]
-        named = dict(zip(names, refs, strict=True))
+        arrays = ["a_log", "dt_bias", "dt", "start", "length", "out"]
+        scratch = ["totals", "lines", "all_arrived"]
+        named = dict(zip([*arrays, *scratch], refs, strict=True))
         block, count = lax.axis_index("block"), jnp.int32(len(self.spans))
         piece, place = lax.div(block, count), lax.rem(block, count)
         used = named["length"][piece] > 0
