@@ -13,9 +13,10 @@ _ROOT = 0.7978845608028654  # sqrt(2 / pi)
 
 
 def softplus(x: Array) -> Array:
-    """Returns log(1 + exp(x)) of float32 values, accurate to the last bits; the hardware has no log1p.
+    """Returns log(1 + exp(x)) of float32 values; the hardware has no log1p.
 
-    log(1 + y) is 2 artanh(y / (2 + y)), whose series needs 7 terms for y up to 1.
+    log(1 + y) is 2 artanh(y / (2 + y)), whose series needs 7 terms for y up to 1. The result errs by up to 4 units in
+    the last place, and with approximate exponentials by up to 4e-6 of itself where x is near -86.
     """
     small = jnp.exp(-jnp.abs(x))
     ratio = small / (2.0 + small)

@@ -1,4 +1,4 @@
-"""Reductions across warps through shared memory, a block-wide barrier, nanosleep and per-warp jobs (inline PTX).
+"""Reductions across warps through shared memory, a block-wide barrier and per-warp jobs (inline PTX).
 
 Array arguments may have any layout that gives each thread whole vectors. The interpreter knows neither layouts nor
 warps: there the whole sum of a warpgroup is stored as its first warp's, so readers must only use sums over all warps.
@@ -137,18 +137,6 @@ def sync_block(barrier: Ref, *, interpret: bool) -> None:
     @inline(arg_types=())
     def run(_: Value) -> None:
         llvm.inline_asm(None, [], "bar.sync 0;", "~{memory}", has_side_effects=True)
-
-    run()
-
-
-def pause(nanoseconds: int, *, interpret: bool) -> None:
-    """Suspends the calling threads for between 0 and twice `nanoseconds` (PTX `nanosleep`)."""
-    if interpret:
-        return
-
-    @inline(arg_types=())
-    def run(_: Value) -> None:
-        llvm.inline_asm(None, [], f"nanosleep.u32 {nanoseconds};", "", has_side_effects=True)
 
     run()
 

@@ -100,9 +100,9 @@ CASES = (
     ),
     Case("chunks-64", _CHUNKS_64, 4, 64, 128, groups=2, chunk_size=64, ci=True),
     Case("wide", Rows((70, 3), (0, 130), 1, snapshots=True), 2, 128, 64, chunk_size=128, ci=True),
-    Case("large-state", Rows((65,), (5,)), 2, 64, 256, chunk_size=64, gated=True, ci=True),
+    Case("large-state", Rows((200,), (5,)), 2, 64, 256, chunk_size=64, gated=True, ci=True),
     Case("only-padding", Rows((0, 0), (0, 9), 1, 8), 2, 64, 128, chunk_size=64, ci=True),
-    # 10 and 9 pieces: enough for the delayed start of the second consumer.
+    # 10 and 9 pieces: each stage is filled several times.
     Case("long", Rows((640, 517), (0, 59)), 4, 64, 128, groups=2, chunk_size=64, ci=True),
     Case("t16384-h128-g8", _RAGGED, 128, groups=8),
     Case(

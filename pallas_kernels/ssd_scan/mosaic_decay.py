@@ -49,9 +49,10 @@ def decays(
     """Returns base-2 logarithms, two rows per piece and head.
 
     The first row is the log decay of the piece's initial state up to and including each token. The second row is the
-    first minus the logarithm of the token's step; it is +inf if the step is 0 or there is no token. `size` is a
-    multiple of 32.
+    first minus the logarithm of the token's step (`passed` and `less` in mosaic_weights.py); it is +inf if the step is
+    0, if there is no token, or if the first is NaN, so that a NaN reaches no earlier token. `size` is 32 or 64.
     """
+    assert size in (_LINE, 2 * _LINE), size
     heads, lines = dt.shape[1], 2 * size // _LINE
     body = _Decays(heads, size, dt_limits, interpret)
     found = mosaic_kernel(
@@ -133,9 +134,9 @@ class _Decays:
             known = load(refs["totals"].at[other], own)
             before = jnp.where(other < share, before + known, before)
         passed = [before + part for part in sums]
-        # Keep `less` at +inf for tokens without a step, even if `passed` is -inf.
+        # `less` is +inf for tokens without a step, even if `passed` is -inf.
         less = [
-            jnp.where(log > -jnp.inf, left - log, jnp.inf)
+            jnp.where((log > -jnp.inf) & (left == left), left - log, jnp.inf)
             for left, log in zip(passed, logs, strict=True)
         ]
         for row, numbers in enumerate((passed, less)):

@@ -3,6 +3,8 @@
 Tokens' weights depend on no state. So this warpgroup computes those of the next piece while the consumers process one.
 """
 
+from functools import partial
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -27,23 +29,26 @@ class Producer(Weights):
         if self.kernel.interpret:
             self.drain()
 
-    def prepare(self, met: Ref) -> None:
+    def prepare(self, products: Ref) -> None:
         """Prepares the pieces with an accumulator for C times B."""
         stages = self.kernel.schedule.stages
-        self.meet(jnp.int32(0), met)
-        met[...] = self.result(met, 0)
+        self.multiply_c_b(jnp.int32(0), products)
+        products[...] = self.result(products, 0)
 
         @pl.loop(0, self.task.pieces)
         def _(number: Array) -> None:
-            self.weigh(self.slot(number), met)
-            # The stage of the piece before this one is filled while the next product runs. If there are two stages, it
-            # is filled before, with the very piece that the product is of.
-            following = number - 1 + stages
-            steps = (lambda: self.meet(number + 1, met), lambda: self.start(following, number > 0))
-            for step in steps if stages > 2 else reversed(steps):
-                step()
-            # With a product in flight at the end of a turn, the compiler would let all of them wait.
-            met[...] = self.result(met, 0)
+            self.weigh(self.slot(number), products)
+            refill = partial(self.start, number - 1 + stages, number > 0)
+            if stages > 2:
+                # The stage of the piece before this one is filled while the next piece's product runs.
+                self.multiply_c_b(number + 1, products)
+                refill()
+            else:
+                # The product waits for the very piece that this stage is filled with.
+                refill()
+                self.multiply_c_b(number + 1, products)
+            # With a product in flight at the end of a turn, the compiler would serialise all of them (C7510).
+            products[...] = self.result(products, 0)
 
     def drain(self) -> None:
         """Waits for what is released last; the interpreter requires a wait for each completion of a barrier."""
@@ -94,14 +99,18 @@ class Producer(Weights):
         source = self.refs["xbc"].at[pl.ds(start, SIDE), pl.ds(column, SIDE)]
         plgpu.copy_gmem_to_smem(source, square, arrived)
 
-    def meet(self, number: Array, met: Ref) -> None:
-        """Issues the products of C and B of a piece; behind the last piece, of what is left in the next stage."""
+    def multiply_c_b(self, number: Array, products: Ref) -> None:
+        """Waits for a piece and issues its products of C and B.
+
+        An accumulator is not changed under a condition. So behind the last piece the products are of what is left in
+        the next stage, which is not filled any more, and nobody reads them.
+        """
         slot = self.slot(number)
         pl.when(number < self.task.pieces)(lambda: self.receive(number))
-        met[...] = self.zeros()
+        products[...] = self.zeros()
         for block in range(self.geometry.blocks):
             c, b = (self.refs[name].at[slot, block] for name in ("c", "b"))
-            self.multiply(met, c, b, right_transposed=True)
+            self.multiply(products, c, b, right_transposed=True)
 
     def receive(self, number: Array) -> None:
         """Waits until a piece has arrived, and zeroes rows past its end."""

@@ -30,9 +30,10 @@ def store_side_by_side(
     Each thread holds a whole row (one element of each column) and writes it 16 bytes at a time.
 
     Args:
-        target: float32 [rows, 32] in shared memory, swizzled by 128 bytes and not tiled.
+        target: float32 [rows, 32] in shared memory, swizzled by 128 bytes and not tiled; it starts at a multiple of
+            1024 bytes.
         first: index of the first column, a multiple of 4.
-        columns: float32 arrays of one axis; their number is a multiple of 4.
+        columns: float32 arrays of one axis; their number is a multiple of 4, at most 32 less `first`.
         layout: register layout of each column, one element per thread.
         interpret: whether the interpreter runs this.
     """
@@ -50,7 +51,7 @@ def store_side_by_side(
     def run(_: Value, target: Value, first: Value, rows: Value, *columns: Value) -> None:
         kind = ir.F32Type.get()
         (row,) = elements(rows)
-        # A swizzle exchanges the groups of 16 bytes of a row of 128.
+        # The swizzle moves group g of 16 bytes of row r to g xor (r mod 8).
         turn = arith.remui(row, constant(_ROWS))
         group = arith.divui(first.registers.item(), constant(_TOGETHER))
         origin = arith.muli(row, constant(_ROWS))

@@ -30,12 +30,12 @@ _MOST = 126.0
 class Weights(Multiplier):
     """Base class of the producer: the weights and factors of all consumers."""
 
-    def weigh(self, slot: Array, met: Ref) -> None:
-        """Hands each consumer its weights and factors of a piece, whose C times B `met` holds."""
-        products = self.preceding(self.result(met, None))
+    def weigh(self, slot: Array, products: Ref) -> None:
+        """Hands each consumer its weights and factors of a piece, of which `products` holds C times B."""
+        preceding = self.preceding(self.result(products, None))
         for consumer in range(self.kernel.schedule.consumers):
             decay = self.refs["decay"].at[slot, consumer]
-            columns, factors = self.columns(products, decay), self.factors(decay)
+            columns, factors = self.columns(preceding, decay), self.factors(decay)
             plgpu.barrier_wait(self.refs["weights_free"].at[consumer])
             assign(self.refs["factors"].at[consumer], ..., factors)
             self.put(self.refs["weights"].at[consumer], columns)

@@ -196,18 +196,19 @@ def under(schedule, inputs, **options):
     return scan.scan(*arrays, **others, schedule=schedule, **options)
 
 
-# Weights that are not exact are compared with exact ones below.
+# Two stages are filled in another order than three. Weights that are not exact are compared with exact ones below.
 SCHEDULES = [
     Schedule(2, 3),
-    pytest.param(Schedule(1, 2), marks=pytest.mark.slow),
+    Schedule(1, 2),
     pytest.param(Schedule(2, 2, exact=False), marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_interpreted_the_scan_equals_the_oracle_without_a_race(schedule, races):
-    """Rows begin inside a chunk and pass its end, with snapshots and padding."""
+    """Rows begin inside a chunk and pass its end, with snapshots and padding; a head forgets all, and steps are 0."""
     inputs = SMALL_SCAN.inputs(3)
+    inputs["a_log"][0], inputs["dt"][70:90] = 6.0, -1e4
     result = under(schedule, inputs, interpret=True)
     state_oracle.assert_is_ssd(result, inputs, "bfloat16")
     assert not races()
@@ -242,6 +243,23 @@ def test_interpreted_exact_weights_lose_next_to_nothing_to_rounding():
         return found - least
 
     assert lost(exact=True) < lost(exact=False) / 10
+
+
+@pytest.mark.slow
+def test_interpreted_a_step_of_nan_reaches_no_earlier_token():
+    inputs = replace(SMALL_SCAN, rows=Rows((70,))).inputs(3)
+    clean, _ = under(Schedule(1, 2), inputs, interpret=True)
+    inputs["dt"][30] = np.nan
+    out, _ = under(Schedule(1, 2), inputs, interpret=True)
+    assert np.asarray(out)[:30].tobytes() == np.asarray(clean)[:30].tobytes()
+    assert np.isnan(np.asarray(out)[30:70].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", [Schedule(1, 2), Schedule(2, 3), Schedule(2, 2, exact=False)])
+def test_a_scan_in_float16_equals_the_oracle(schedule):
+    inputs = SCAN["chunks-64"].inputs(6, "float16")
+    state_oracle.assert_is_ssd(under(schedule, inputs), inputs, "float16")
 
 
 @pytest.mark.gpu
@@ -290,7 +308,7 @@ LOWERED = {
     ],
     "ssd_scan": [
         replace(SCAN["t2048-h128-g8"], rows=ROWS, heads=heads, groups=groups, d_state=d_state)
-        for heads, groups, d_state in ((128, 8, 128), (24, 1, 128), (6, 2, 256))
+        for heads, groups, d_state in ((128, 8, 128), (24, 1, 128), (6, 2, 192), (6, 2, 256))
     ]
     + [replace(SCAN["t2048-h128-g8"], heads=8, groups=2, head_dim=128, gated=True)],
     "ssd_update": [

@@ -78,9 +78,9 @@ def programs():
         rows = (ints(64), ints(64))
         return ssd_update, (pools, layer, array(64, wide), array(64, HEADS), rows)
 
-    def scan(d_state):
+    def scan(d_state, dtype="bfloat16"):
         pools, wide = states(d_state)
-        inputs = (array(4096, wide), array(4096, HEADS))
+        inputs = (array(4096, wide, dtype=dtype), array(4096, HEADS, dtype=dtype))
         return ssd_scan, (pools, layer, *inputs, bounds, ints(ROWS), ids, snapshots)
 
     def delta(tokens, stored="float32"):
@@ -99,4 +99,5 @@ def programs():
         "delta_scan": (delta_scan, (*delta(4096), bounds, ints(ROWS), ids, snapshots)),
         "ssd_scan": scan(128),
         "ssd_scan 256": scan(256),
+        "ssd_scan float16": scan(128, "float16"),
     }

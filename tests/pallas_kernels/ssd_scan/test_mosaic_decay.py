@@ -9,11 +9,10 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from pallas_kernels.packed.rows import cut
 from pallas_kernels.ssd_scan.mosaic_decay import decays
 
-SIDE = 32
 LOG2_E = np.log2(np.e)
 
 
-def summed(heads, *, interpret):
+def summed(heads, side, *, interpret):
     """What the kernel makes of rows that begin and end within pieces, and what is right, piece by piece."""
     rng = np.random.default_rng(heads)
     bounds = np.array([0, 35, 35, 36, 69], np.int32)
@@ -24,8 +23,8 @@ def summed(heads, *, interpret):
     dt[5], dt[50] = -np.inf, 900.0
     a_log = rng.uniform(-1, 2, heads).astype(np.float32)
     bias = rng.standard_normal(heads).astype(np.float32)
-    pieces = cut(jnp.asarray(bounds), jnp.asarray(positions), tokens=tokens, size=SIDE)
-    options = {"size": SIDE, "dt_limits": (0.0, float("inf")), "interpret": interpret}
+    pieces = cut(jnp.asarray(bounds), jnp.asarray(positions), tokens=tokens, size=side)
+    options = {"size": side, "dt_limits": (0.0, float("inf")), "interpret": interpret}
     found = np.asarray(jax.jit(lambda *arrays: decays(*arrays, pieces, **options))(a_log, bias, dt))
     wanted = []
     for start, length in zip(np.asarray(pieces.start), np.asarray(pieces.length), strict=True):
@@ -37,20 +36,22 @@ def summed(heads, *, interpret):
 
 
 # A block takes 128 heads, then the powers of two in the rest: one head; four, two and one; 128 and one.
+# 3 + 35 tokens from a multiple of the pieces' size on, none, one, and 33.
+LENGTHS = {32: [29, 6, 1, 32, 1], 64: [35, 1, 32, 1]}
+SIZES = [(1, 32), (1, 64), (7, 32), (129, 32), (129, 64)]
 INTERPRETED = [
-    pytest.param(heads, True, marks=[pytest.mark.slow] * (heads < 128)) for heads in (1, 7, 129)
+    pytest.param(*sizes, True, marks=[pytest.mark.slow] * (sizes != (129, 32))) for sizes in SIZES
 ]
 
 
 @pytest.mark.parametrize(
-    ("heads", "interpret"),
-    [*INTERPRETED, *(pytest.param(heads, False, marks=pytest.mark.gpu) for heads in (1, 7, 129))],
+    ("heads", "side", "interpret"),
+    [*INTERPRETED, *(pytest.param(*sizes, False, marks=pytest.mark.gpu) for sizes in SIZES)],
 )
-def test_each_piece_is_summed_in_the_order_of_its_tokens(heads, interpret):
-    found, wanted = summed(heads, interpret=interpret)
+def test_each_piece_is_summed_in_the_order_of_its_tokens(heads, side, interpret):
+    found, wanted = summed(heads, side, interpret=interpret)
     lengths = [len(passed) for passed, _ in wanted]
-    # 3 + 35 tokens from a multiple of 32 on, none, one, and 33.
-    assert [length for length in lengths if length] == [29, 6, 1, 32, 1]
+    assert [length for length in lengths if length] == LENGTHS[side]
     for (passed, less), pair, length in zip(wanted, found, lengths, strict=True):
         if not length:
             continue
