@@ -103,7 +103,7 @@ class Producer(Weights):
         """Waits for a piece and issues its products of C and B.
 
         An accumulator is not changed under a condition. So behind the last piece the products are of what is left in
-        the next stage, which is not filled any more, and nobody reads them.
+        the next stage, which is not filled any more, and they are not read.
         """
         slot = self.slot(number)
         pl.when(number < self.task.pieces)(lambda: self.receive(number))
