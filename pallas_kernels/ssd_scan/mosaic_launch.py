@@ -3,6 +3,7 @@
 A block loops over the pieces of one row for one or two units of one group (a unit is 64 components of a head), with the
 state in registers. Each consumer (mosaic_consumer.py) computes one unit. The producer (mosaic_producer.py) keeps the
 pieces' tokens in flight, with B and C once for all units, and computes the tokens' weights.
+
 Rows start anywhere, but copies into tiled shared memory must start at a multiple of 8 rows. So tokens are copied into a
 view that is swizzled and not tiled, and wgmma reads a tiled view; both views have the same bytes.
 
