@@ -68,6 +68,12 @@ def _served_options(parser: argparse.ArgumentParser) -> None:
         "--model)",
     )
     parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy draws random weights; the directory then needs no more than a config.json (default: %(default)s)",
+    )
+    parser.add_argument(
         "--max-model-len",
         type=size,
         metavar="N",
@@ -166,6 +172,7 @@ def _asked(options: argparse.Namespace, screen: Screen) -> "tuple[Workload, Serv
         ignore_config_keys=tuple(options.ignore_config_keys),
         quantization=options.quantization,
         tensor_parallel_size=options.tensor_parallel_size,
+        load_format=options.load_format,
     )
     screen.status("")
     if options.requests is None and jax.default_backend() == "cpu":

@@ -43,6 +43,7 @@ class Served:
         ignore_config_keys: keys of the directory's config.json to ignore, see `LLM`.
         quantization: "fp8", "int8" or "int4" for weights rounded to it, see `LLM`; those of a shape are drawn in it.
         tensor_parallel_size: devices that compute the model together, see `LLM`.
+        load_format: "dummy" for random weights of the directory's model, see `LLM`.
     """
 
     shape: str | None = None
@@ -56,6 +57,7 @@ class Served:
     ignore_config_keys: tuple[str, ...] = ()
     quantization: str | None = None
     tensor_parallel_size: int = 1
+    load_format: str = "auto"
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
@@ -96,6 +98,7 @@ class Served:
             ignore_config_keys=self.ignore_config_keys,
             quantization=self.quantization,
             tensor_parallel_size=self.tensor_parallel_size,
+            load_format=self.load_format,
         )
         return llm.engine
 

@@ -33,9 +33,10 @@ class EngineConfig:
             but no token is computed after a sequence's stop.
         steps_per_launch: decode steps per launched program while all requests are decoding and none waits. Tokens then
             arrive in groups of this size, and the host has more time per launch. `None` chooses 1, or 4 on GPUs that
-            were measured to wait for the host, for models without windows and MLA: on one GPU for up to 16 requests if
-            a step of one request reads at most 4 GiB of weights (of experts those that a token uses), and for up to 64
-            if it reads at most 2 GiB; and for more on several GPUs, without recurrent layers.
+            were measured to wait for the host, for models without MLA: on one GPU for up to 16 requests if a step of
+            one request reads at most 4 GiB of weights (of experts those that a token uses), and for up to 64 if it
+            reads at most 2 GiB; and for more on several GPUs, without windows and recurrent layers. Without a warm-up
+            a thread compiles that program after 128 steps that waited.
             Requests with `min_tokens` or `structured_outputs` run one step per launch. With several, and a model with
             recurrent layers, a request that stops before its limit mostly keeps no checkpoint of its end
             (`CheckpointPolicy.end_of_generation`), so its next turn begins at that of its prompt. Computing a reply of

@@ -5,9 +5,10 @@ import re
 import jax
 import pytest
 
-from jaxkv import cli
+from jaxkv import cli, default_model
 from jaxkv.bench.command import _asked
 from jaxkv.bench.workload import Workload
+from jaxkv.errors import BadCheckpoint
 from jaxkv.terminal import Screen
 
 
@@ -66,6 +67,18 @@ def test_lengths_of_sharegpt_have_bounds_of_their_own(capsys):
     workload, _ = asked("--data", "sharegpt", "--shape", "tiny", "--output-tokens", "5")
     assert (workload.prompt_tokens, workload.output_tokens) == ((4, 1024), (5, 5))
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_is_measured_without_its_weights(tmp_path):
+    """A config.json is enough, so a published model need not be there."""
+    (tmp_path / "config.json").write_bytes((default_model.path() / "config.json").read_bytes())
+    sizes = ["--requests", "1", "--prompt-tokens", "5", "--output-tokens", "3"]
+    command = ["--model", str(tmp_path), "--dtype", "float32", *sizes]
+    _, served = asked(*command)
+    with pytest.raises(BadCheckpoint, match=r"holds neither model\.safetensors"):
+        served.build()
+    _, served = asked(*command, "--load-format", "dummy")
+    assert jax.tree.leaves(served.build().runner.params)[0].dtype == "float32"
 
 
 # Rates are several runs in test_serve_command.py, an engine is measured in test_serving.py, and plots are drawn in

@@ -9,6 +9,7 @@ checkpoint of its end, and its next turn begins at the checkpoint of its prompt.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,11 @@ _MORE_ROWS = 64
 """The same for a model of at most half of `_SMALL_BYTES`: 64 rows of 0.6B take a GPU 2.9 ms and the host 2.8 to 3.3."""
 _SAMPLES = 8
 """Single steps to measure before deciding whether the device waits for the host."""
+_COMPILED_AFTER = 128
+"""Single steps that a missing program of several would have replaced, after which a thread compiles it.
+
+They have cost a tenth of a second or two. A short script, which ends before, does not wait for XLA in the end.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,8 @@ class MultiStep:
         shapes: padded shapes of single steps.
         oom_backoff: shapes to avoid.
         steps: decode steps per program; 1 sends every step alone. `None` decides by measurement: it sends several steps
-            if the device was waiting for the host, `choose_steps` allows it for the model, the program is compiled
-            already, and on one device the batch is small.
+            if the device was waiting for the host, `choose_steps` allows it for the model, and on one device the batch
+            is small. No step waits for the program: a thread compiles it, unless the engine is strict.
 
     Attributes:
         chosen: the number of steps per program, and which steps are sent so.
@@ -100,6 +106,8 @@ class MultiStep:
         self.chosen = choose_steps(steps, runner.model, runner.params, runner.layout)
         self._measured: dict[StepSpec, tuple[int, int]] = {}
         self._sent_singly: set[StepSpec] = set()
+        # For each program of several steps that was missing, how often.
+        self._missing: Counter[StepSpec] = Counter()
 
     def measures(self, shape: StepSpec) -> bool:
         """Whether `record` should be called for steps of this shape."""
@@ -156,10 +164,23 @@ class MultiStep:
     def _several(self, single: StepSpec) -> StepSpec | None:
         """Returns the program that runs several such steps in the same form; `None` if there is none that may run."""
         needed = self._runner.fit(replace(single, steps=self.chosen.number))
-        may_run = self._runner.has if self.chosen.automatic else self._runner.may_run
-        if needed.shares != single.shares or not may_run(needed):
+        if needed.shares != single.shares or self.avoids(needed):
             return None
-        return None if self.avoids(needed) else needed
+        if not self.chosen.automatic:
+            return needed if self._runner.may_run(needed) else None
+        if self._runner.has(needed):
+            return needed
+        self._note_missing(needed)
+        return None
+
+    def _note_missing(self, needed: StepSpec) -> None:
+        """Counts a step that was sent alone for lack of a program, and in the end lets a thread compile it, once."""
+        runner = self._runner
+        self._missing[needed] += 1
+        may_compile = runner.hosts is None and not runner.programs.is_closed
+        if self._missing[needed] == _COMPILED_AFTER and may_compile:
+            _LOG.info("compiling %s in the background: the GPU waits for the host", needed.name)
+            runner.compile_in_background([needed], lambda _: None)
 
     def _runs(self, single: StepSpec) -> bool:
         """Returns whether a program of the same form would run such a step."""
@@ -207,8 +228,9 @@ def choose_steps(
 ) -> StepsPerLaunch:
     """Returns the decode steps per program: `requested`, or if that is `None`, several for a small model on GPUs.
 
-    A model is small if a step of one row reads few bytes, see `bytes_of_one_row`. Its layers have full attention; on
-    one device they may also have recurrent states. Windows, and states on several devices, were not measured.
+    A model is small if a step of one row reads few bytes, see `bytes_of_one_row`. Latents that prompts expand (MLA) are
+    left out, since a GPU did not wait in steps of DeepSeek-V2-Lite. Windows and states on several devices are left out,
+    since they were not measured.
 
     Args:
         requested: `EngineConfig.steps_per_launch`.
@@ -262,12 +284,11 @@ def bytes_of_one_row(model: Model, params: Params) -> int:
 
 
 def _allows_several(model: Model, layout: CacheLayout) -> bool:
-    """Whether several steps may be chosen for such layers: full attention, and on one device recurrent states."""
-    paged, states = layout.paged_groups, layout.state_groups
-    if states and isinstance(model, TensorParallel):
+    """Whether several steps may be chosen for such layers: without MLA, and on several devices with full attention."""
+    if layout.expands:
         return False
-    is_full = len(paged) == 1 and paged[0].window is None and not layout.expands
-    return is_full or (not paged and bool(states))
+    windows = [group.window for group in layout.paged_groups]
+    return not isinstance(model, TensorParallel) or (windows == [None] and not layout.state_groups)
 
 
 def declare_multi_steps(needed: Sequence[ProgramSpec], chosen: StepsPerLaunch) -> list[StepSpec]:

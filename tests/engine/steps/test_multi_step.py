@@ -346,6 +346,38 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
     assert 4 not in sent[:8]
 
 
+def test_without_a_warm_up_a_thread_compiles_the_program_of_several_steps_once(monkeypatch):
+    """No step waits for it. A strict engine, or one whose thread failed, goes on with single steps."""
+    monkeypatch.setattr(multi_step, "_COMPILED_AFTER", 16)
+    monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: True))
+    request = request_of([1, 2, 3], max_tokens=45)
+    [wanted] = oracle([request])
+    for strict in (True, False):
+        programs = Programs(strict=strict)
+        programs._programs |= programs_of("plain")._programs
+        engine = engine_for(programs=programs, prefix_cache=False)
+        engine.multi_step.chosen = StepsPerLaunch(4, automatic=True)
+        engine.scheduler.most_steps = 4
+        single = engine.shapes.choose(1, 1, Features(), total_tokens=48)
+        several = replace(single, steps=4)
+        programs._programs.pop(several, None)
+        for one in declare_served(engine, request, 1):
+            if getattr(one, "steps", 1) == 1:
+                engine.runner.program(one)
+        programs.seal()
+        sent = watch(engine)
+        with TRACING_LOCK:
+            engine.run(served := engine.add([request]))
+            assert programs.is_pending(several) is not strict
+            assert programs.pending == (not strict)
+        programs.wait()
+        assert set(sent) == {1}
+        engine.run(later := engine.add([request]))
+        assert set(sent) == ({1} if strict else {1, 4})
+        assert programs.compiled_late == programs.pending == 0
+        assert_equal([*served, *later], [wanted, wanted])
+
+
 @pytest.mark.parametrize(
     ("measured", "idle", "waits"),
     [
@@ -423,8 +455,8 @@ def chosen_for(config, devices=1):
     return choose_steps(None, model, model.param_shapes("bfloat16"), layout_of(model)).number
 
 
-def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypatch):
-    """Not for windows, latents that prompts expand, several kinds of pages, or large models."""
+def test_several_steps_are_chosen_for_small_models_on_a_gpu_alone(monkeypatch):
+    """With windows and several kinds of pages too; not for latents that prompts expand, or large models."""
     model = build_model(SHAPES["tiny"])
     keys = LayerSpec(0, gqa(1, 8, dtype="float32", page_size=4))
     plain = group_layers((keys, SAMPLING))
@@ -445,13 +477,14 @@ def test_several_steps_are_chosen_for_small_plain_models_on_a_gpu_alone(monkeypa
     assert choose_steps(None, model, [larger], plain) == few
     assert choose_steps(None, model, [], plain).number == 4
     assert choose_steps(None, model, [large], plain).number == 1
-    for layout in (windowed, expanding, several):
-        assert choose_steps(None, model, [small], layout).number == 1
-    assert choose_steps(2, model, [large], windowed) == StepsPerLaunch(2)
+    for layout in (windowed, several):
+        assert choose_steps(None, model, [small], layout) == more
+    assert choose_steps(None, model, [small], expanding).number == 1
+    assert choose_steps(2, model, [large], expanding) == StepsPerLaunch(2)
 
 
 def test_several_steps_are_chosen_for_recurrent_layers_with_and_without_attention(monkeypatch):
-    """With windows, on several devices, and on a CPU, steps are sent one by one."""
+    """On several devices, and on a CPU, steps are sent one by one."""
     hybrid = HYBRID_SHAPES["tiny-hybrid"]
     recurrent = replace(hybrid, pattern=(("mamba2", "gated"),) * 2)
     windowed = replace(hybrid, windows=(None, 64))
@@ -459,10 +492,13 @@ def test_several_steps_are_chosen_for_recurrent_layers_with_and_without_attentio
     assert chosen_for(hybrid) == chosen_for(recurrent) == 1
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert chosen_for(hybrid) == chosen_for(recurrent) == 4
-    assert chosen_for(windowed) == 1
+    assert chosen_for(windowed) == 4
     assert chosen_for(hybrid, devices=2) == chosen_for(recurrent, devices=2) == 1
-    # Without states, two devices have several.
-    assert chosen_for(SHAPES["tiny"], devices=2) == 4
+    # Without states and windows, two devices have several.
+    plain = SHAPES["tiny"]
+    assert chosen_for(plain, devices=2) == 4
+    assert chosen_for(replace(plain, windows=(64,) * plain.num_layers)) == 4
+    assert chosen_for(replace(plain, windows=(64,) * plain.num_layers), devices=2) == 1
 
 
 def in_fp8(model):
