@@ -64,6 +64,7 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     # Transformers has no class of this name; the model is DeepSeek-V3.
     "kimi_k2": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
 }
 """`model_type` -> default of its config class for `eos_token_id`, the same in Transformers 4.45 to 5.17. A multimodal
 model has that of its text part."""

@@ -69,6 +69,17 @@ CASES = {
         | YARN,
         shape=ATTENDING,
     ),
+    # As GLM-4.7-Flash: no groups, and values as wide as keys.
+    "glm-flash": Case(
+        "Glm4MoeLite",
+        {
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "v_head_dim": 24,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        shape=ATTENDING,
+    ),
     "v3-halves": Case(
         "DeepseekV3",
         {

@@ -187,6 +187,13 @@ CASES = {
         LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
         "bfloat16",
     ),
+    "glm-4.7-flash": (
+        "Glm4MoeLite",
+        LATENT
+        | {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 128}
+        | {"qk_nope_head_dim": 192, "v_head_dim": 256},
+        "bfloat16",
+    ),
     "deepseek-v2-lite": ("DeepseekV2", LATENT | {"q_lora_rank": None}, "bfloat16"),
     "deepseek-v3, 128 heads": (
         "DeepseekV3",

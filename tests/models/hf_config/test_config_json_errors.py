@@ -28,6 +28,7 @@ BASES = {
     "deepseek_v2": test_config_json_latent.V2_LITE,
     "deepseek_v3": test_config_json_latent.V3,
     "deepseek_v32": test_config_json_latent.V32,
+    "glm4_moe_lite": test_config_json_latent.GLM_4_7_FLASH,
 }
 LARGE = ("x" * 9000, ["y"] * 3000, {f"z{at}": at for at in range(3000)}, 10**4000)
 LONGEST = 1500

@@ -139,6 +139,45 @@ MOONLIGHT = KIMI_K2 | {
     "quantization_config": None,
     "rope_scaling": None,
 }
+# Keys as Zhipu publishes them.
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 154820,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
 V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -157,10 +196,11 @@ V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
         (V32, 61, 256, 1),
         (KIMI_K2, 61, 384, 0),
         (MOONLIGHT, 27, 64, 0),
+        (GLM_4_7_FLASH, 47, 64, 1),
     ],
-    ids=["v2-lite", "v3", "v3.2", "kimi-k2", "moonlight"],
+    ids=["v2-lite", "v3", "v3.2", "kimi-k2", "moonlight", "glm-4.7-flash"],
 )
-def test_what_deepseek_publishes_is_read(file, layers, experts, further):
+def test_what_is_published_is_read(file, layers, experts, further):
     config = read_config(file)
     assert (config.family, config.num_layers, config.mtp_layers) == (
         file["model_type"],
@@ -179,6 +219,15 @@ def test_kimi_k2_is_deepseek_v3_by_another_name():
     assert config == replace(renamed, family="kimi_k2")
     assert rules_for(config) == rules_for(renamed)
     assert (config.mixture.groups, config.mixture.top_groups, config.mixture.scale) == (1, 1, 2.827)
+
+
+def test_keys_that_glm_flash_leaves_out_have_the_values_of_its_class():
+    """The theta of the published file is a hundred times that of the class."""
+    named = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size")
+    left = {key: GLM_4_7_FLASH[key] for key in (*named, "num_attention_heads", "dtype")}
+    config, short = read_config(GLM_4_7_FLASH), read_config(left)
+    rope = replace(config.rope, theta=10000.0)
+    assert short == replace(config, rope=rope, eos_ids=(1,), assumed_eos=True)
 
 
 def test_quantised_weights_and_code_that_is_not_run_change_no_config():

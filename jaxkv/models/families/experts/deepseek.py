@@ -1,6 +1,7 @@
 """DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention (sparse in -V3.2) and mixtures of many small experts.
 
-Kimi-K2 is DeepSeek-V3 under a `model_type` of its own, and Moonlight is one under its name.
+Kimi-K2 is DeepSeek-V3 under a `model_type` of its own, Moonlight is one under its name, and GLM-4.7-Flash is one with
+other defaults.
 """
 
 from collections.abc import Mapping
@@ -83,20 +84,41 @@ def from_hf_v3(raw: Mapping[str, object], family: str = "deepseek_v3") -> ModelC
     )
 
 
+def from_hf_glm4_moe_lite(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "glm4_moe_lite" (GLM-4.7-Flash)."""
+    keys = ConfigJson({**_GLM4_MOE_LITE, **raw})
+    return _read(
+        keys,
+        "glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        mixture=_mixture_v3(keys),
+        dense=_take_dense(keys, 1),
+        max_positions=202752,
+        pairs=keys.take_bool("rope_interleave", True),
+        mtp_layers=take_mtp_layers(keys),
+    )
+
+
+# What Transformers takes for keys that are not in the file, where it differs from DeepSeek-V3.
+_GLM4_MOE_LITE = {
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "v_head_dim": 256,
+}
+
+
 def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "deepseek_v32"."""
     keys = ConfigJson(raw)
-    num_layers = take_num_layers(keys)
-    dense = keys.take_int("first_k_dense_replace", 3, low=0)
-    named = keys.take("mlp_layer_types", None)
-    if isinstance(named, list) and set(named) <= {"dense", "sparse"}:
-        dense = named.count("dense")
-        named = None if named == _kinds(num_layers, dense) else named
-    if named is not None:
-        raise UnknownConfig(
-            f"config.json: mlp_layer_types must list dense layers, then sparse ones, {num_layers} in all, "
-            f"got {str(named)[:80]}"
-        )
+    num_layers, dense = take_num_layers(keys), _take_dense(keys, 3)
     attending = keys.take("layer_types", None)
     if attending not in (None, ["deepseek_sparse_attention"] * num_layers):
         raise UnknownConfig(
@@ -120,8 +142,21 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
     )
 
 
-def _kinds(num_layers: int, dense: int) -> list[str]:
-    return ["dense" if layer < dense else "sparse" for layer in range(num_layers)]
+def _take_dense(keys: ConfigJson, default: int) -> int:
+    """Reads the number of first layers without experts; raises `UnknownConfig` if they are others than the first."""
+    num_layers = take_num_layers(keys)
+    dense = keys.take_int("first_k_dense_replace", default, low=0)
+    named = keys.take("mlp_layer_types", None)
+    if isinstance(named, list) and set(named) <= {"dense", "sparse"}:
+        dense = named.count("dense")
+        kinds = ["dense" if layer < dense else "sparse" for layer in range(num_layers)]
+        named = None if named == kinds else named
+    if named is not None:
+        raise UnknownConfig(
+            f"config.json: mlp_layer_types must list dense layers, then sparse ones, {num_layers} in all, "
+            f"got {str(named)[:80]}"
+        )
+    return dense
 
 
 def _mixture_v3(keys: ConfigJson) -> MixtureConfig:
@@ -275,4 +310,5 @@ FAMILIES = (
     Family("deepseek_v3", from_hf_v3, _RULES, MTP_AFTER_LAST),
     Family("kimi_k2", partial(from_hf_v3, family="kimi_k2"), _RULES, MTP_AFTER_LAST),
     Family("deepseek_v32", from_hf_v32, _RULES, MTP_AFTER_LAST),
+    Family("glm4_moe_lite", from_hf_glm4_moe_lite, _RULES, MTP_AFTER_LAST),
 )
