@@ -1,5 +1,7 @@
 """`jaxkv compile` and `LLM(programs=...)`: another process answers alike without a trace, or is told what differs."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -22,14 +24,17 @@ from jaxkv import (
     StructuredOutputs,
 )
 from jaxkv.bench.shapes import SHAPES
+from jaxkv.cli import main
 from jaxkv.engine.bundled_programs import refuse_unbundled
 from jaxkv.errors import BadBundle, ProgramRefused
 from jaxkv.examples import flax_nnx_model
 from jaxkv.models.flax_model import FlaxModel
 from jaxkv.models.registry import build_model
 from jaxkv.models.tensor_parallel import AXIS
+from jaxkv.programs.manifest import compile_count
 from jaxkv.sampling.processors import LogitsProcessors
 from tests.devices import needs_devices
+from tests.jax_settings import cache_settings
 from tests.one_layer import one_layer_model
 
 ROOT = Path(__file__).parents[1]
@@ -84,12 +89,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(model, tmp_path_factory):
-    """Returns the folder that the command makes, and what it prints."""
+    """Returns the folder that the command makes, and what it prints. The command turns JAX's cache off."""
     folder = tmp_path_factory.mktemp("programs") / "bundle"
     command = ["compile", "--model", str(model), "-o", str(folder), *OPTIONS]
-    ended = run("-m", "jaxkv.cli", *command, "--warm-up", "1:16:greedy")
-    assert ended.returncode == 0, ended.stderr
-    return folder, ended.stdout
+    said = io.StringIO()
+    with cache_settings(jax_enable_compilation_cache=True), contextlib.redirect_stdout(said):
+        assert main([*command, "--warm-up", "1:16:greedy"]) == 0
+    return folder, said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +314,10 @@ def test_a_module_of_a_users_own_is_refused_since_its_code_is_no_fact():
         refuse_unbundled(model, LogitsProcessors(), EngineConfig())
 
 
-def test_the_command_refuses_a_folder_that_exists_before_it_compiles(tmp_path):
-    ended = run("-m", "jaxkv.cli", "compile", "-o", str(tmp_path))
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "--output must be a new folder" in ended.stderr
+def test_the_command_refuses_a_folder_that_exists_before_it_compiles(tmp_path, capsys):
+    before = compile_count()
+    assert main(["compile", "-o", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "--output must be a new folder" in told.err
+    assert compile_count() == before
