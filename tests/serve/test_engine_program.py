@@ -13,7 +13,14 @@ import msgspec
 import pytest
 from jax.errors import JaxRuntimeError
 
-from jaxkv import LLM, CacheConfig, SamplingParams, StructuredOutputs, default_model
+from jaxkv import (
+    LLM,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    StructuredOutputs,
+    default_model,
+)
 from jaxkv.errors import CachePoisoned, CorruptBooks
 from jaxkv.serve import engine_program, exit_codes
 from jaxkv.serve.engine_client import EngineLost, RequestRefused
@@ -30,6 +37,8 @@ CACHE = {"max_sequences": 2, "page_size": 16}
 PROCESSORS = {"digest": "tests.sampling.processors:digest"}
 START = Start(dtype="float32", max_model_len=64, cache=CACHE, logits_processors=PROCESSORS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n\n"])
+# Greedy too: the process compiles other programs for requests that draw.
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 PROMPTS = ["def add(", "import os\n", "class Node:\n    "]
 
 
@@ -91,11 +100,14 @@ def test_a_served_adapter_gives_the_tokens_of_an_llm_with_it(tmp_path):
 
 def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server(tmp_path):
     folder = one_layer_model(tmp_path / "model")
-    llm = LLM(folder, dtype="float32", max_model_len=64, cache=CacheConfig(**CACHE), progress=False)
+    # Few programs for each process to compile; those of other engines are in tests/serve/test_real_server.py.
+    engine = {"pinned_shapes": True, "token_budget": 64}
+    options = {"cache": CacheConfig(**CACHE), "engine": EngineConfig(**engine)}
+    llm = LLM(folder, dtype="float32", max_model_len=64, progress=False, **options)
     wanted = llm.generate(PROMPTS, GREEDY)
 
     async def test():
-        process = await started(msgspec.structs.replace(START, model=str(folder)))
+        process = await started(msgspec.structs.replace(START, model=str(folder), engine=engine))
         client = process.client
         tokenizer = load_tokenizer(client.facts.directory)
         frames = []
@@ -125,7 +137,7 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server(tmp_p
             await client.submit([1] * 8, other).arrivals()
         with pytest.raises(RequestRefused, match="max_model_len"):
             await client.submit([1] * 64, SamplingParams()).arrivals()
-        left = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
+        left = client.submit([1] * 8, ENDLESS)
         await left.arrivals()
         left.abort()
         # Aborts of calls and samples that have ended, or never were, change nothing.
@@ -140,7 +152,7 @@ def test_a_served_model_gives_the_texts_of_an_llm_and_ends_with_its_server(tmp_p
         os.kill(process._process.pid, signal.SIGINT)
         os.kill(process._process.pid, signal.SIGTERM)
         assert (await client.stats())["running"] == 0
-        call = client.submit([1] * 8, SamplingParams(max_tokens=50, ignore_eos=True))
+        call = client.submit([1] * 8, ENDLESS)
         await call.arrivals()
         os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(EngineLost):
