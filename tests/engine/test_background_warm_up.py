@@ -227,11 +227,11 @@ def test_programs_arrive_while_other_threads_check_requests():
 
 
 def test_an_llm_that_closes_ends_the_background(tmp_path):
-    cache = CacheConfig(max_sequences=8, page_size=16)
+    cache = CacheConfig(max_sequences=2, page_size=16)
     folder = one_layer_model(tmp_path / "one")
     llm = LLM(folder, dtype="float32", max_model_len=64, cache=cache, progress=False)
     with TRACING_LOCK:
-        llm.warm_up(batch=8, prompt_tokens=40, sampling=GREEDY, background=True)
+        llm.warm_up(batch=2, prompt_tokens=30, sampling=GREEDY, background=True)
         programs = llm.engine.runner.programs
         assert programs.pending > 1
         before, most = compile_count(), programs.pending
