@@ -69,14 +69,36 @@ def error_of(matcher: Any) -> str:  # noqa: ANN401 - llguidance is optional
 
 
 def attempt(vocabulary: Any, kind: str, source: str) -> dict[str, str]:  # noqa: ANN401 - llguidance is optional
-    """Compiles a grammar and computes its first mask; returns `{}`, or `{"error": ...}`."""
+    """Compiles a grammar and computes the first masks; returns `{}`, or `{"error": ...}`.
+
+    Some grammars, such as the regex "a{1000000}", have a first mask and exceed a limit with any token. So the masks
+    behind three tokens are computed too: the first, the middle and the last one of those that may begin a text.
+    """
     try:
         matcher = build_matcher(vocabulary, kind, source)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        if matcher.is_error():
+            return {"error": error_of(matcher)}
+        allowed = _ids(matcher.compute_bitmask())
+        for token in {allowed[at] for at in (0, len(allowed) // 2, -1) if allowed}:
+            behind = matcher.deep_copy()
+            behind.consume_tokens([token])
+            behind.compute_bitmask()
+            if behind.is_error():
+                return {"error": error_of(behind)}
     except (ValueError, RuntimeError) as error:
         return {"error": " ".join(str(error).split())[:500]}
     return {"error": error_of(matcher)} if matcher.is_error() else {}
+
+
+def _ids(mask: bytes) -> list[int]:
+    """Returns the numbers of the bits that are set, the lowest bit of a byte first."""
+    return [
+        8 * place + bit
+        for place, byte in enumerate(mask)
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
+    ]
 
 
 def main() -> None:

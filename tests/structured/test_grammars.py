@@ -336,6 +336,8 @@ def test_a_hostile_grammar_is_compiled_or_refused_within_the_limits(compiled, na
         ({"json": {"enum": []}}, "Unsatisfiable schema"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
         ({"grammar": "begin: /a/"}, "start"),
+        # It has a first mask, and no token can follow.
+        ({"regex": "a{1000000}"}, "too many expressions"),
     ],
     ids=repr,
 )

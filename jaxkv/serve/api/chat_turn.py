@@ -196,15 +196,14 @@ def _forced(
     """Returns what the answer must be for a demanded tool call; `None` if none is demanded."""
     if not body.offered:
         return None
-    schema = forced_schema(tree["tools"], tool_choice)
-    if schema is None:
-        return None
-    if body.demanded() is not None:
-        raise bad_request("tool_choice demands a call, which leaves no other form", "tool_choice")
     try:
-        return StructuredOutputs(json=schema)
+        schema = forced_schema(tree["tools"], tool_choice)
+        forced = None if schema is None else StructuredOutputs(json=schema)
     except ValueError as error:
         raise bad_request(clip(error, 300), "tools") from error
+    if forced is not None and body.demanded() is not None:
+        raise bad_request("tool_choice demands a call, which leaves no other form", "tool_choice")
+    return forced
 
 
 def _reasoning_tokens(

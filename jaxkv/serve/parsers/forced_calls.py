@@ -12,6 +12,11 @@ type ToolChoice = str | Mapping[str, Any]
 also as the name alone."""
 
 _CALLS = JsonFormat((), unmarked=True)
+# Keywords of JSON Schema whose values are data, and those whose values map names to schemas.
+_DATA = frozenset({"const", "enum", "default", "examples"})
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
 
 
 def chosen_function(tool_choice: ToolChoice) -> str | None:
@@ -34,50 +39,89 @@ def forced_schema(
     """Returns the JSON schema of the answer, behind its reasoning, that a tool choice demands; `None` if it is free.
 
     A named function gives the schema of its arguments, and "required" that of a list of calls
-    `[{"name": ..., "parameters": ...}]`, as in vLLM. A parser opened with the same choice reads these answers.
+    `[{"name": ..., "parameters": ...}]`, as in vLLM. A parser opened with the same choice reads these answers. Each
+    function's schema keeps its own definitions, which may have the names of another's.
 
     Args:
         tools: the request's tools in OpenAI's form.
         tool_choice: the request's choice.
 
     Raises:
-        ValueError: the choice names a function that is none of the tools.
+        ValueError: the choice names a function that is none of the tools; two tools of a name may be called; or the
+            parameters of one are no object.
     """
+    offered = [tool.get("function", tool) for tool in tools]
     functions: dict[str, Mapping[str, Any]] = {
-        function["name"]: function.get("parameters") or {"type": "object"}
-        for tool in tools
-        for function in [tool.get("function", tool)]
+        function["name"]: function.get("parameters") or {"type": "object"} for function in offered
     }
     name = chosen_function(tool_choice)
-    if name is not None:
-        if name not in functions:
-            raise ValueError(
-                f"tool_choice names the function {name!r}, which is none of the request's tools: "
-                f"{', '.join(functions)}"
-            )
-        return dict(functions[name])
-    if tool_choice != "required":
+    if name is not None and name not in functions:
+        raise ValueError(
+            f"tool_choice names the function {name!r}, which is none of the request's tools: "
+            f"{', '.join(functions)}"
+        )
+    if name is None and tool_choice != "required":
         return None
-    definitions = {
-        key: {
-            name: each
-            for parameters in functions.values()
-            for name, each in parameters.get(key, {}).items()
-        }
-        for key in ("$defs", "definitions")
-        if any(key in parameters for parameters in functions.values())
-    }
+    _check_functions(offered, [*functions] if name is None else [name])
+    if name is not None:
+        return dict(functions[name])
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": function}, "parameters": parameters},
+            "properties": {
+                "name": {"const": function},
+                "parameters": {"$ref": f"#/$defs/{number}"},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for function, parameters in functions.items()
+        for number, function in enumerate(functions)
     ]
-    # References of the parameters' schemas begin at the root.
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **definitions}
+    definitions = {}
+    for number, parameters in enumerate(functions.values()):
+        # References behind an "$id" would begin there.
+        own = {key: part for key, part in parameters.items() if key != "$id"}
+        definitions[str(number)] = _placed(own, f"#/$defs/{number}")
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _check_functions(offered: Sequence[Mapping[str, Any]], demanded: Sequence[str]) -> None:
+    """Raises `ValueError` if a demanded function stands for two tools, or has arguments that are no object."""
+    for name in demanded:
+        found = [function for function in offered if function["name"] == name]
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} tools have the name {name!r}; give each another one")
+        kind = (found[0].get("parameters") or {}).get("type", "object")
+        if isinstance(kind, str) and kind != "object":
+            raise ValueError(
+                f'the parameters of the function {name!r} have "type": "{kind}"; the arguments of a call are an '
+                'object, so give {"type": "object", "properties": ...}'
+            )
+
+
+def _placed(schema: Any, root: str, *, named: bool = False) -> Any:  # noqa: ANN401 - JSON
+    """Returns a schema whose references to its own root, such as "#/$defs/A", begin at `root` instead.
+
+    Args:
+        schema: the schema, or a part of it.
+        root: where the whole schema will stand.
+        named: whether `schema` maps names to schemas, as "properties" does, so that its keys are no keywords.
+    """
+    if isinstance(schema, list):
+        return [_placed(part, root) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    placed = {}
+    for key, value in schema.items():
+        if named:
+            placed[key] = _placed(value, root)
+        elif key in _DATA:
+            placed[key] = value
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            placed[key] = root + value[1:]
+        else:
+            placed[key] = _placed(value, root, named=key in _NAMED_SCHEMAS)
+    return placed
 
 
 def read_forced(calls: Calls, function: str | None) -> Steps[None]:

@@ -286,6 +286,7 @@ def test_demanded_forms_reach_the_engine():
                 {"structured_outputs": {"regex": "a", "choice": ["a"]}},
                 {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
                 {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+                {"tools": [*TOOLS, *TOOLS], "tool_choice": "required"},
             ):
                 reply = await server.http.post(PATH, json=body(**wrong))
                 assert reply.status_code == 400, wrong

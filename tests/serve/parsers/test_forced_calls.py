@@ -80,13 +80,70 @@ def test_the_schema_of_a_required_call_is_a_list_with_every_function():
     assert names == ["get_weather", "get_time"]
 
 
-def test_definitions_of_parameters_stand_at_the_root():
-    parameters = {"$defs": {"A": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}
-    schema = forced_schema(
-        [{"type": "function", "name": "f", "parameters": parameters}], "required"
-    )
-    assert schema is not None
-    assert schema["$defs"] == {"A": {"type": "string"}}
+def function(name, parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_each_function_keeps_its_own_definitions():
+    """Two of a name were one: the last function's."""
+    tools = [
+        function(
+            name,
+            {"$defs": {"Item": {"type": kind}}, "properties": {"x": {"$ref": "#/$defs/Item"}}},
+        )
+        for name, kind in (("pay", "integer"), ("say", "string"))
+    ]
+    schema = forced_schema(tools, "required")
+    for number, kind in enumerate(("integer", "string")):
+        call = schema["items"]["anyOf"][number]
+        assert call["properties"]["parameters"] == {"$ref": f"#/$defs/{number}"}
+        placed = schema["$defs"][str(number)]
+        assert placed["properties"]["x"] == {"$ref": f"#/$defs/{number}/$defs/Item"}
+        assert placed["$defs"] == {"Item": {"type": kind}}
+
+
+def test_references_of_a_function_begin_at_its_own_root():
+    """Not those to other documents, and not what is data or a name."""
+    parameters = {
+        "$id": "https://example.org/f",
+        "type": "object",
+        "properties": {
+            "kids": {"type": "array", "items": {"$ref": "#"}},
+            "again": {"anyOf": [{"$ref": "#/properties/kids"}, {"type": "null"}]},
+            "else": {"$ref": "https://example.org/schema#/a"},
+            "$ref": {"const": {"$ref": "#"}},
+            "const": {"$ref": "#"},
+        },
+        "default": {"$ref": "#/properties"},
+    }
+    placed = forced_schema([function("f", parameters)], "required")["$defs"]["0"]
+    properties = placed["properties"]
+    assert properties["kids"]["items"] == {"$ref": "#/$defs/0"}
+    assert properties["again"]["anyOf"][0] == {"$ref": "#/$defs/0/properties/kids"}
+    assert properties["else"] == parameters["properties"]["else"]
+    assert properties["$ref"] == {"const": {"$ref": "#"}}
+    assert properties["const"] == {"$ref": "#/$defs/0"}
+    assert placed["default"] == parameters["default"]
+    assert "$id" not in placed
+
+
+@pytest.mark.parametrize("definitions", [None, [1], "x"])
+def test_definitions_that_are_none_are_left_to_the_grammar(definitions):
+    parameters = {"type": "object", "$defs": definitions}
+    schema = forced_schema([function("f", parameters)], "required")
+    assert schema["$defs"]["0"] == parameters
+
+
+def test_what_no_call_can_tell_apart_or_hold_is_refused():
+    tools = [function("f", {"type": "object"}), function("f", {}), function("g", None)]
+    for choice in ("required", "f"):
+        with pytest.raises(ValueError, match="2 tools have the name 'f'"):
+            forced_schema(tools, choice)
+    assert forced_schema(tools, "g") == {"type": "object"}
+    assert forced_schema(tools, "auto") is None
+    for choice in ("required", "f"):
+        with pytest.raises(ValueError, match=r"'f' have \"type\": \"string\"; .* are an object"):
+            forced_schema([function("f", {"type": "string"})], choice)
 
 
 def test_a_free_choice_has_no_schema():
