@@ -27,7 +27,7 @@ from jaxkv.engine.recovery import is_fatal
 from jaxkv.engine.request import Piece, Request, RequestOutput
 from jaxkv.engine.request_state import FINISHED, RequestState
 from jaxkv.errors import STEP_FAILURES, OutOfPages, OutOfStates
-from jaxkv.given_samples import Outputs
+from jaxkv.given_samples import Outputs, by_adapter
 from jaxkv.llm import LLM
 from jaxkv.models.protocol import Params
 from jaxkv.replicas.async_front import AsyncReplicatedLLM
@@ -104,6 +104,8 @@ class AsyncLLM:
         self._engine = llm.engine
         self._loop = CommandLoop(self._engine, llm.lock, self._deliver)
         self._calls: list[_Call] = []
+        # Those that the engine has neither accepted nor refused yet.
+        self._queued: set[_Call] = set()
         self._failure: BaseException | None = None
         self._closed = False
         self._submit_lock = threading.Lock()
@@ -304,7 +306,7 @@ class AsyncLLM:
             RuntimeError: a sample's request has failed, the engine sleeps, has failed or was closed.
         """
         if outputs is not None and lora is not None:
-            options["lora"] = lora
+            options = by_adapter(options, sampling, lora)
         given = as_call("AsyncLLM.score", options, sampling=sampling)
         if outputs is None:
             texts = await asyncio.to_thread(self._llm.whole_texts, prompts, given)
@@ -430,6 +432,7 @@ class AsyncLLM:
         with self._submit_lock:
             if self._closed:
                 raise RuntimeError(_ENDED) from self._failure
+            self._queued.update(calls)
             self._loop.put(accept)
         return calls
 
@@ -467,21 +470,30 @@ class AsyncLLM:
             _LOG.exception("the engine has failed; all open requests raise an error")
             self._failure = error
         finally:
-            self._end_all()
-            self._llm.lock.take_back()
+            try:
+                self._end_all()
+            finally:
+                self._llm.lock.take_back()
 
     def _accept(self, call: _Call) -> None:
         try:
             call.samples = self._engine.add(call.requests, streamed=call.streamed)
         except (OutOfPages, OutOfStates) as error:
-            if self._closed or not self._engine.has_work:
-                call.send([error])
-            elif not call.left:
+            if call.left:
+                self._queued.discard(call)
+            elif self._closed or not self._engine.has_work:
+                self._refuse(call, error)
+            else:
                 self._loop.put_later(lambda: self._accept(call))
         except STEP_FAILURES as error:
-            call.send([error])
+            self._refuse(call, error)
         else:
+            self._queued.discard(call)
             self._calls.append(call)
+
+    def _refuse(self, call: _Call, error: BaseException) -> None:
+        self._queued.discard(call)
+        call.send([error])
 
     def _abort(self, call: _Call) -> None:
         call.left = True
@@ -512,10 +524,11 @@ class AsyncLLM:
         with self._submit_lock:
             self._closed = True
         self._loop.run_left()
-        for call in list(self._calls):
-            for sample in call.samples:
-                self._engine.abort(sample)
+        for call in [*self._calls, *self._queued]:
             failure = RuntimeError(_ENDED)
             failure.__cause__ = self._failure
             call.send([failure])
+            for sample in call.samples:
+                self._engine.abort(sample)
         self._calls.clear()
+        self._queued.clear()

@@ -1,7 +1,7 @@
 """The requests of samples whose tokens are given, so that the engine computes their log-probabilities as it decodes."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,6 +66,17 @@ def given_samples(outputs: Outputs, prompts: int, vocab_size: int) -> list[list[
     if len(groups) != prompts:
         raise ValueError(f"got samples of {len(groups)} prompts for {prompts} prompts")
     return [_samples_of(group, vocab_size) for group in groups]
+
+
+def by_adapter(
+    options: Mapping[str, object],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    lora: str,
+) -> dict[str, object]:
+    """Returns the options of `score` with an adapter, which is a field of the sampling; greedy if there is none."""
+    is_greedy = sampling is None and not options
+    greedy: dict[str, object] = {"temperature": 0.0, "max_tokens": None}
+    return {**(greedy if is_greedy else options), "lora": lora}
 
 
 def given_sampling(

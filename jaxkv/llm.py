@@ -53,6 +53,7 @@ from jaxkv.errors import BadCheckpoint
 from jaxkv.given_samples import (
     Outputs,
     Replay,
+    by_adapter,
     given_requests,
     given_samples,
     given_sampling,
@@ -1331,7 +1332,7 @@ class LLM:
             RuntimeError: a sample's request has failed.
         """
         if outputs is not None and lora is not None:
-            options["lora"] = lora
+            options = by_adapter(options, sampling, lora)
         call = as_call("LLM.score", options, sampling=sampling, progress=progress)
         if outputs is not None:
             replay = self.replay(prompts, outputs, call["sampling"])

@@ -1,6 +1,7 @@
 """`AsyncLLM`: concurrent callers get their own tokens, can leave at any time, and receive errors."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from jaxkv import LLM, CacheConfig, SamplingParams
 from jaxkv.async_llm import AsyncLLM
 from jaxkv.config.sampling import MAX_STOP_STRINGS
 from jaxkv.engine.request import Piece
+from jaxkv.errors import CachePoisoned
 from jaxkv.programs.manifest import compile_count
 from tests.few_programs import few_programs
 from tests.one_layer import one_layer_model
@@ -224,6 +226,51 @@ def test_a_failed_engine_tells_everybody(llm, monkeypatch):
         monkeypatch.undo()
 
     in_service(llm, users)
+
+
+def test_an_engine_that_fails_while_it_accepts_requests_tells_them_too(llm, monkeypatch):
+    """The one that it was accepting, those that were queued with it or later, and those that run."""
+    add = llm.engine.add
+
+    def fail(samples, **options):
+        if samples[0].priority:
+            raise CachePoisoned("injected")
+        return add(samples, **options)
+
+    async def users(served):
+        runs = asyncio.create_task(served.generate(PROMPTS[0], replace(GREEDY, max_tokens=50)))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(llm.engine, "add", fail)
+        # The engine's thread waits here until all of them are queued.
+        ready = threading.Event()
+        held = asyncio.create_task(served.between_steps(ready.wait))
+        queued = [
+            asyncio.create_task(served.generate(PROMPTS[1], GREEDY, priority=priority))
+            for priority in (1, 1, 0)
+        ]
+        await asyncio.sleep(0.2)
+        ready.set()
+        await held
+        told = await asyncio.gather(runs, *queued, return_exceptions=True)
+        assert [str(error) for error in told] == ["the engine has failed or was closed"] * 4
+        assert {type(error.__cause__) for error in told} == {CachePoisoned}
+        monkeypatch.undo()
+
+    in_service(llm, users)
+    assert not llm.lock.lent
+
+
+def test_a_request_for_prompt_logprobs_survives_a_cache_that_was_lost_before_it(llm, wanted):
+    scored = replace(GREEDY, prompt_logprobs=0)
+
+    async def users(served):
+        before = await served.generate(PROMPTS[0], scored)
+        await served.between_steps(lambda: llm.engine.runner.owner.poison("injected"))
+        return before, await served.generate(PROMPTS[0], scored)
+
+    before, after = in_service(llm, users)
+    assert after.token_ids == before.token_ids == wanted[0]
+    assert after.prompt_logprobs == before.prompt_logprobs
 
 
 def test_a_closed_service_says_so(llm):

@@ -1,5 +1,6 @@
 """`CommandLoop`: an engine that serves commands of other threads, in a thread of its own; `StepTimer` watches it."""
 
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -7,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.engine_lock import EngineLock
+
+_LOG = logging.getLogger(__name__)
 
 Command = Callable[[], None]
 
@@ -90,12 +93,18 @@ class CommandLoop:
                 self._run_later()
 
     def run_left(self) -> None:
-        """Runs the commands that came too late for `run`, and those of `put_later`, after its end."""
-        self._run_later()
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
+        """Runs the commands that came too late for `run`, and those of `put_later`, after its end.
+
+        One that raises does not keep the others from running.
+        """
+        later, self._later = self._later, []
+        while later or not self._commands.empty():
+            command = later.pop(0) if later else self._commands.get()
+            try:
+                if command is not None:
+                    command()
+            except Exception:
+                _LOG.exception("a command failed after the engine's end")
 
     def _run_commands(self) -> bool:
         """Runs all queued commands; waits for work if the engine has none. Returns False at the end."""
@@ -118,8 +127,12 @@ class CommandLoop:
 
     def _run_later(self) -> None:
         later, self._later = self._later, []
-        for command in later:
-            command()
+        try:
+            while later:
+                later.pop(0)()
+        finally:
+            # Empty unless one has raised; `run_left` runs these.
+            self._later = later + self._later
 
     def _note_compiling(self, program: str) -> None:
         self.compiling = program

@@ -198,7 +198,7 @@ def _stop_reason(sample: RequestState) -> str | int | None:
     """Returns the stop string or the id of `stop_token_ids` that ended a sample; `None` for the model's end ids."""
     if sample.stream is not None and sample.stream.stop_string is not None:
         return sample.stream.stop_string
-    last = sample.tokens[-1]
+    last = sample.tokens[-1] if sample.generated else None
     return last if last in sample.request.params.stop_token_ids else None
 
 

@@ -177,18 +177,17 @@ class Engine:
         Raises:
             ValueError: a request can never fit the cache, or it has stop strings and the model has no tokenizer.
             OutOfPages, OutOfStates: others hold the pages that `prompt_logprobs` need now; nothing was queued.
+            CachePoisoned, JaxRuntimeError: as for `refresh`, with `prompt_logprobs`.
             RuntimeError: the engine sleeps.
         """
         self.refuse_if_asleep()
         for request in samples:
             self.check(request)
-        first, top = samples[0].prompt, samples[0].params.prompt_logprobs
-        slot = samples[0].adapter_slot
-        scores = (
-            None
-            if top is None
-            else prompt_logprobs(self.sequence_runner, first, top, adapter_slot=slot)
-        )
+        first, top, scores = samples[0].prompt, samples[0].params.prompt_logprobs, None
+        if top is not None:
+            self.refresh()
+            slot = samples[0].adapter_slot
+            scores = prompt_logprobs(self.sequence_runner, first, top, adapter_slot=slot)
         states = [
             new_request_state(
                 request,

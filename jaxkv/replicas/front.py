@@ -36,7 +36,7 @@ from jaxkv.engine.request import Piece, RequestOutput
 from jaxkv.engine.saved_prefixes import PrefixCounts
 from jaxkv.engine.warm_up import WarmUp
 from jaxkv.errors import ReplicaLost
-from jaxkv.given_samples import Outputs, given_samples
+from jaxkv.given_samples import Outputs, by_adapter, given_samples
 from jaxkv.models.hf_config.generation_json import load_sampling_defaults
 from jaxkv.models.protocol import Params
 from jaxkv.monitoring.stats import Stats
@@ -305,7 +305,7 @@ class ReplicatedLLM:
         steps of a replica.
         """
         if outputs is not None and lora is not None:
-            options["lora"] = lora
+            options = by_adapter(options, sampling, lora)
         call = as_call("LLM.score", options, sampling=sampling, progress=progress)
         return [
             scores

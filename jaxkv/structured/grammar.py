@@ -136,7 +136,7 @@ class TokenConstraint:
         self._masked_at = -1
         # The last forced tokens, and how many tokens were generated before them.
         self._forced, self._forced_at = list[int](), 0
-        self.mask = np.empty(0, np.uint32)
+        self.mask = np.zeros(self._words, np.uint32)
         self._take(self._first_mask(reasoning), 0)
 
     def is_ready(self, generated: int) -> bool:

@@ -201,6 +201,11 @@ def test_a_rollout_tells_the_adapter_of_each_sample_and_is_scored_by_it(llm):
     scored = llm.score(prompts, rollout, sampling)
     np.testing.assert_allclose(scored, rollout.logprobs, atol=1e-5)
     assert np.abs(scored[0] - scored[1]).max() > 0.01
+    # With an adapter alone the sampling is greedy, and samples may be longer than its default.
+    [output] = llm.generate([PROMPT], greedy("a", max_tokens=20, ignore_eos=True, logprobs=0))
+    pairs = zip(output.logprobs, output.token_ids, strict=True)
+    [again] = llm.score([PROMPT], [[output.token_ids]], lora="a")
+    np.testing.assert_allclose(again, [table[token] for table, token in pairs], atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(llm, folders, tmp_path):

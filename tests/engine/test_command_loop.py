@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,26 @@ def test_a_compilation_between_two_steps_starts_no_clock():
     loop.end()
     loop.run()
     assert seen == [None]
+
+
+def test_a_command_that_fails_keeps_no_other_from_running():
+    """Neither those that waited for a step with it, nor those that are left at the end."""
+    _, loop = loop_of(lambda engine: None)
+    ran = []
+
+    def fail(name):
+        ran.append(name)
+        raise OSError(name)
+
+    for name in ("a", "b"):
+        loop.put_later(partial(fail, name))
+    loop.put(partial(fail, "c"))
+    loop.put(partial(ran.append, "d"))
+    with pytest.raises(OSError, match="a"):
+        loop.run()
+    assert ran == ["a"]
+    loop.run_left()
+    assert ran == ["a", "b", "c", "d"]
 
 
 def test_a_failed_step_is_not_timed_on():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -294,6 +295,21 @@ def test_a_request_without_any_token_left_fails_alone(llm):
     assert re.fullmatch("[a-c]{2}", failed.text)
     assert other.text == "yes"
     assert free.token_ids == llm.generate("def ", GREEDY)[0].token_ids
+
+
+def test_a_text_that_can_have_no_token_is_empty_and_costs_no_neighbour_a_step(llm, caplog):
+    """Its stop id is the last one of its prompt, which did not end it."""
+    [x] = llm.tokenizer.encode("x", add_special=False)
+    params = replace(
+        GREEDY, ignore_eos=True, stop_token_ids=[x], logit_bias={x: -math.inf}, temperature=0.7
+    )
+    prompt = "def ab"
+    [wanted] = llm.generate([prompt], GREEDY)
+    empty, beside = llm.generate([[5, 6, x], prompt], [constrained(params, regex="x?"), GREEDY])
+    assert (empty.token_ids, empty.text, empty.finish_reason) == ([], "", "stop")
+    assert empty.stop_reason is None
+    assert beside.token_ids == wanted.token_ids
+    assert "computed again" not in caplog.text
 
 
 def test_a_grammar_that_is_not_valid_is_refused_before_anything_runs(llm):

@@ -108,8 +108,11 @@ class Checkpoints:
             after = self._after.get(keys.parent(tokens, size, full))
             if after:
                 rest = encode_tokens(tokens[full * size : (full + 1) * size])
+                # A copy, as `explain` may read while another thread adds one.
                 found += [
-                    one for one in after.values() if one.confirmed and rest.startswith(one.key.tail)
+                    one
+                    for one in list(after.values())
+                    if one.confirmed and rest.startswith(one.key.tail)
                 ]
         return sorted(found, key=lambda one: -one.length)
 
