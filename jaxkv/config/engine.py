@@ -26,7 +26,8 @@ class EngineConfig:
         prefix_cache: cache the full pages of computed tokens for later requests with the same prefix. This costs a
             hash per page. It takes no memory from requests, because cached pages are evicted when needed.
         pinned_shapes: run every step in the same two programs, those with the largest shapes and all features. Slow,
-            but the results are bit for bit independent of other requests, chunks, preemptions and prefix hits.
+            but the results are bit for bit independent of other requests, chunks, preemptions and prefix hits; with
+            recurrent layers of other rows alone, since chunks, preemptions and hits divide their sums otherwise.
         batch_invariant: give every sum a fixed order. A request's tokens and log-probabilities are then the same bits
             alone and among other requests, in any chunks, after preemptions, and with or without prefix hits.
         overlap: dispatch a step before the previous one is collected. Without it, the device is idle between two steps,

@@ -272,8 +272,12 @@ class Engine:
 
     @property
     def repeats_bits(self) -> bool:
-        """Whether a request's bits are the same in steps of any shape and beside any other rows."""
-        return self.shapes.pinned or self.runner.model.batch_invariant
+        """Whether a request's bits are the same beside any others, in any chunks and from any prefix.
+
+        Recurrent layers scan the tokens of a prompt and step those of a reply, which pinned shapes do not change.
+        """
+        is_pinned = self.shapes.pinned and not self.runner.layout.state_groups
+        return is_pinned or self.runner.model.batch_invariant
 
     @property
     def adapters_in_use(self) -> list[LoadedAdapter]:

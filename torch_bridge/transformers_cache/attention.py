@@ -96,7 +96,8 @@ def paged_attention_forward(
         raise ValueError(
             f'attention "{NAME}" reads the pages of a JaxkvCache, and this forward has none: pass '
             f"past_key_values=JaxkvCache(model), to the model it was made for, or "
-            f'model.set_attn_implementation("sdpa")'
+            f'model.set_attn_implementation("sdpa"). Transformers itself drops the cache where a text of Phi-3 with '
+            f"longrope passes original_max_position_embeddings"
         )
     if written[0] is not key or written[1] is not value:
         raise ValueError(f"{type(module).__name__} {_REWRITES}")
