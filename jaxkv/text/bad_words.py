@@ -25,7 +25,7 @@ def forbid_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Samplin
         if len(plain) != 1:
             raise ValueError(
                 f"bad_words must be words of one token, but {word!r} has {len(plain)}; forbid one of its tokens "
-                f"{plain} with logit_bias={{id: -math.inf}}"
+                f"{plain} with a logit_bias of -inf (-100 over HTTP)"
             )
         forbidden |= dict.fromkeys([*plain, *(spaced if len(spaced) == 1 else ())], -math.inf)
     return replace(params, bad_words=(), logit_bias={**params.logit_bias, **forbidden})
