@@ -90,7 +90,7 @@ class _Failures:
         )
 
     async def fail(self, request: StarletteRequest, error: Exception) -> Response:
-        """Answers errors that nothing else handles. Starlette raises them again, for the server's log."""
+        """Answers errors outside operations. Starlette raises them again, for the server's log."""
         del error
         return self._response(request, internal_error(request.scope[REQUEST_ID]))
 

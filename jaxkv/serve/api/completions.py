@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import Meta
 from jaxkv.config.sampling import MAX_LOGPROBS
 from jaxkv.serve.api.sampling_fields import SamplingFields, without_refused
 from jaxkv.serve.api.state import check_model
+from jaxkv.serve.api.text_offsets import TextOffsets, echo_offsets, unfinished_bytes
 from jaxkv.serve.api.token_logprobs import completion_logprobs, prompt_logprobs
 from jaxkv.serve.api.usage import reply_schema, usage_json
 from jaxkv.serve.generation import Delta
@@ -21,6 +23,7 @@ from jaxkv.serve.http.replies import DONE, Answer, EventStream, Reply, chunk
 from jaxkv.serve.http.request import Request
 from jaxkv.serve.http.service import Service
 from jaxkv.serve.http.work import Work, check_prompts
+from jaxkv.text.detokenize import REPLACEMENT
 
 Json = dict[str, Any]
 _Ids = Annotated[list[int], Meta(min_length=1)]
@@ -71,7 +74,7 @@ async def completions(service: Service, request: Request) -> Answer:
         request_id=request.id,
         demanding=body.demanding,
     )
-    writer = _Writer(service, body, request.id, work, await _echoes(service, body, prompts))
+    writer = _Writer(service, body, request.id, work, await _echoes(service, body, prompts, ids))
     if body.stream:
         stream = EventStream(writer.stream(), service.limits.keep_alive_seconds)
         return await stream.begun()
@@ -106,17 +109,49 @@ def _scored(body: CompletionBody) -> int | None:
     return max(echoed, body.prompt_logprobs or 0)
 
 
+@dataclass(frozen=True)
+class _Echo:
+    """The text that the choices of one prompt begin with.
+
+    Attributes:
+        text: the prompt's text.
+        offsets: where its tokens begin in it; empty unless their log-probabilities were asked for.
+        complete: number of its complete characters, likewise.
+    """
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+    complete: int = 0
+
+
 async def _echoes(
-    service: Service, body: CompletionBody, prompts: Sequence[str | list[int]]
-) -> list[str]:
-    """Returns the texts that the choices of each prompt begin with."""
+    service: Service,
+    body: CompletionBody,
+    prompts: Sequence[str | list[int]],
+    ids: Sequence[Sequence[int]],
+) -> list[_Echo]:
+    """Returns what the choices of each prompt begin with."""
     if not body.echo:
-        return [""] * len(prompts)
-    return [each if isinstance(each, str) else await service.decode(each) for each in prompts]
+        return [_Echo()] * len(prompts)
+    echoes = []
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        text = prompt if isinstance(prompt, str) else await service.decode(prompt)
+        offsets, complete = [], 0
+        if body.logprobs is not None:
+            # In a thread: a thousand tokens take several milliseconds.
+            offsets, complete = await service.in_thread(
+                partial(echo_offsets, service.tokenizer, service.token_texts, tokens, text),
+                "prompt",
+            )
+        echoes.append(_Echo(text, offsets, complete))
+    return echoes
 
 
 _NEWS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_logprobs")
 """Fields of a choice, any of which is worth an event. A token may have no text yet, as a part of a character."""
+
+_CONTEXT = 16
+"""Tokens before an incomplete character that are decoded with it."""
 
 
 @dataclass
@@ -124,19 +159,28 @@ class _Choice:
     """One text so far.
 
     Attributes:
-        length: its characters, the echoed prompt included.
-        begun: whether the echo was written.
+        begun: whether its first part was written.
+        held: number of last characters of the echo that the completion may still complete.
+        ids: its tokens while characters are held.
+        offsets: where its tokens begin; `None` before the first log-probabilities.
     """
 
-    length: int = 0
     begun: bool = False
+    held: int = 0
+    ids: list[int] = field(default_factory=list)
+    offsets: TextOffsets | None = None
 
 
 class _Writer:
     """Writes a request's texts, whole or as a stream."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, request_id: str, work: Work, echoes: list[str]
+        self,
+        service: Service,
+        body: CompletionBody,
+        request_id: str,
+        work: Work,
+        echoes: list[_Echo],
     ) -> None:
         self._service = service
         self._body = body
@@ -190,16 +234,14 @@ class _Writer:
         """Returns a choice with new text."""
         index = self._index(prompt, delta)
         choice = self._choices[index]
-        text, first = delta.text, not choice.begun
-        logprobs = None
-        if first:
-            choice.begun = True
-            text = self._echoes[prompt] + text
-            logprobs = self._echoed_logprobs(prompt, choice)
+        first = not choice.begun
+        text = self._echo(prompt, delta, choice) + delta.text
+        choice.begun = True
+        logprobs = self._echoed_logprobs(prompt) if first else None
         found: Json = {
             "index": index,
             "text": text,
-            "logprobs": _chained(logprobs, self._logprobs(delta, choice)),
+            "logprobs": _chained(logprobs, self._logprobs(prompt, delta, choice)),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -212,24 +254,68 @@ class _Writer:
             found["prompt_token_ids"] = list(self._work.prompts[prompt]) if first else None
         return found
 
-    def _echoed_logprobs(self, prompt: int, choice: _Choice) -> Json | None:
+    def _echo(self, prompt: int, delta: Delta, choice: _Choice) -> str:
+        """Returns what comes of the echo before the text of a delta.
+
+        A character that the prompt leaves incomplete belongs to the completion's text, unless it stays incomplete. So
+        the echo of its part waits for the first text of the completion.
+        """
+        text = ""
+        if not choice.begun:
+            text = self._echoes[prompt].text
+            if text and unfinished_bytes(self._service.token_texts, self._work.prompts[prompt]):
+                choice.held = len(text) - len(text.rstrip(REPLACEMENT))
+                text = text.rstrip(REPLACEMENT)
+        if choice.held:
+            choice.ids += delta.ids
+            if delta.text or delta.finish_reason:
+                text += REPLACEMENT * self._broken(prompt, choice)
+                choice.held = 0
+        return text
+
+    def _broken(self, prompt: int, choice: _Choice) -> int:
+        """Returns how many of the characters that were held back stay incomplete."""
+        tokenizer, skip = self._service.tokenizer, self._work.params.skip_special_tokens
+        assert tokenizer is not None
+        # Each held character is at most three bytes, and so at most three tokens.
+        ids = self._work.prompts[prompt][-(3 * choice.held + _CONTEXT) :]
+        before = tokenizer.decode(ids, skip_special_tokens=skip)
+        both = tokenizer.decode([*ids, *choice.ids], skip_special_tokens=skip)
+        text = both[len(before) - choice.held :]
+        return min(choice.held, len(text) - len(text.lstrip(REPLACEMENT)))
+
+    def _echoed_logprobs(self, prompt: int) -> Json | None:
         """Returns the log-probabilities of the prompt that a choice begins with, if they were asked for."""
-        choice.length = len(self._echoes[prompt])
         scores = self._work.generations[prompt].prompt_logprobs
         if not self._body.echo or self._body.logprobs is None or scores is None:
             return None
         ids, texts = self._work.prompts[prompt], self._service.token_texts
-        return completion_logprobs(ids, scores, self._body.logprobs, texts, 0)
+        offsets = self._echoes[prompt].offsets
+        return completion_logprobs(ids, scores, self._body.logprobs, texts, offsets)
 
-    def _logprobs(self, delta: Delta, choice: _Choice) -> Json | None:
+    def _logprobs(self, prompt: int, delta: Delta, choice: _Choice) -> Json | None:
         if self._body.logprobs is None or delta.logprobs is None or not delta.ids:
             return None
+        if choice.offsets is None:
+            choice.offsets = self._offsets(prompt)
+        offsets = [choice.offsets.push(token) for token in delta.ids]
         texts = self._service.token_texts
-        found = completion_logprobs(
-            delta.ids, delta.logprobs, self._body.logprobs, texts, choice.length
+        return completion_logprobs(delta.ids, delta.logprobs, self._body.logprobs, texts, offsets)
+
+    def _offsets(self, prompt: int) -> TextOffsets:
+        """Returns the offsets of a prompt's completion, before its first token."""
+        ids, echo = self._work.prompts[prompt], self._echoes[prompt]
+        start = end = len(echo.text)
+        if unfinished_bytes(self._service.token_texts, ids):
+            start = echo.complete
+        return TextOffsets(
+            self._service.tokenizer,
+            self._service.token_texts,
+            ids,
+            skip_special_tokens=self._work.params.skip_special_tokens,
+            start=start,
+            end=end,
         )
-        choice.length += sum(len(texts.text(token)) for token in delta.ids)
-        return found
 
 
 def _joined(parts: Sequence[Json]) -> Json:

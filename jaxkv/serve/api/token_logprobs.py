@@ -38,7 +38,7 @@ def completion_logprobs(
     logprobs: Sequence[Mapping[int, float] | None],
     top: int,
     texts: TokenTexts,
-    offset: int,
+    offsets: Sequence[int],
 ) -> Json:
     """Returns the log-probabilities of tokens as completions have them.
 
@@ -47,15 +47,10 @@ def completion_logprobs(
         logprobs: see `chat_logprobs`; `None` for the first token of a prompt.
         top: number of most likely tokens to list.
         texts: the texts of the model's tokens.
-        offset: where the text of the first token begins, in characters.
+        offsets: for each, where its characters begin in the text.
     """
-    tokens = [texts.text(token) for token in ids]
-    offsets = []
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": tokens,
+        "tokens": [texts.text(token) for token in ids],
         "token_logprobs": [
             None if found is None else _finite(found[token])
             for token, found in zip(ids, logprobs, strict=True)
@@ -70,7 +65,7 @@ def completion_logprobs(
             }
             for token, found in zip(ids, logprobs, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

@@ -10,7 +10,14 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxkv.serve.engine_client import EngineBusy, EngineLost, RequestRefused, SlowReader
-from jaxkv.serve.http.errors import ApiError, ErrorForm, from_engine, openai_error, unavailable
+from jaxkv.serve.http.errors import (
+    ApiError,
+    ErrorForm,
+    from_engine,
+    internal_error,
+    openai_error,
+    unavailable,
+)
 from jaxkv.serve.http.replies import Answer, error_event, error_reply
 from jaxkv.serve.http.request import (
     LARGE_BODY,
@@ -94,6 +101,14 @@ class Endpoint:
                 self._service.limits.retry_after_seconds,
             )
             await self._fail(error, scope[REQUEST_ID], sender)
+        except Exception:
+            if sender.started:
+                raise
+            # The HTTP server closes the connection of an application that raises, which its client may use again.
+            _LOG.exception("request %s: a mistake of the server", scope[REQUEST_ID])
+            error = internal_error(scope[REQUEST_ID])
+            reply = error_reply(error, self._operation.error_form, scope[REQUEST_ID])
+            await reply.send(sender)
 
     async def _serve(self, scope: Scope, receive: Receive, send: "_Sender") -> None:
         limits = self._service.limits

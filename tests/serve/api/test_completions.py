@@ -4,6 +4,7 @@ import json
 import msgspec
 import pytest
 
+from jaxkv.text.token_bytes import token_bytes
 from tests.serve.fake_engine import FACTS
 from tests.serve.http.serving import TOKENIZER, events_of, serving
 
@@ -270,6 +271,100 @@ def test_an_echo_with_logprobs_has_those_of_the_prompt_first():
                 assert found["text_offset"] == [
                     len("".join(found["tokens"][:at])) for at in range(len(found["tokens"]))
                 ]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stop", [None, "and off"])
+def test_offsets_count_the_characters_of_the_text_where_one_is_several_tokens(echo, stop):
+    prompt, answer = "ééédef f(", "漢x 😀 and on"
+    ids = TOKENIZER.encode(answer, add_special=False)
+
+    async def run():
+        async with serving(lambda submit: ids) as server:
+            for stream in (False, True):
+                given = body(prompt=prompt, echo=echo, logprobs=0, stream=stream, stop=stop)
+                reply = await server.http.post("/v1/completions", json=given)
+                assert reply.status_code == 200, reply.text
+                chunks = events_of(reply.text) if stream else [reply.json()]
+                text = "".join(each["choices"][0]["text"] for each in chunks)
+                assert text == (prompt + answer if echo else answer)
+                found = _joined(chunks)
+                assert found["text_offset"] == _starts(TOKENIZER.encode(text, add_special=False))
+                for token, at in zip(found["tokens"], found["text_offset"], strict=True):
+                    assert text.startswith(token, at) or token == "\ufffd"
+
+    asyncio.run(run())
+
+
+def _starts(ids):
+    """Returns the index of the character that the first byte of each token belongs to."""
+    data, starts = b"", []
+    for token in ids:
+        new = token_bytes(TOKENIZER, token)
+        is_part = new[0] & 0xC0 == 0x80
+        starts.append(len(data.decode(errors="replace")) - is_part)
+        data += new
+    return starts
+
+
+CRAB = TOKENIZER.encode("🦀", add_special=False)
+
+
+@pytest.mark.parametrize("cut", range(1, len(CRAB)))
+@pytest.mark.parametrize(
+    ("answer", "wanted", "offsets"),
+    [
+        ("🦀 def", "x🦀 def", lambda cut: [0, *[1] * len(CRAB), 2, 3]),
+        (" def", "x\ufffd def", lambda cut: [0, *[1] * cut, 2, 3]),
+    ],
+    ids=["completed", "broken"],
+)
+def test_an_echo_that_ends_inside_a_character_goes_on_with_the_character(
+    cut, answer, wanted, offsets
+):
+    prompt = [*TOKENIZER.encode("x", add_special=False), *CRAB[:cut]]
+    ids = TOKENIZER.encode(answer, add_special=False)
+    ids = ids[cut:] if ids[0] == CRAB[0] else ids
+
+    async def run():
+        async with serving(lambda submit: ids, held=True) as server:
+            for stream in (False, True):
+                for logprobs in (None, 0):
+                    given = body(prompt=prompt, echo=True, logprobs=logprobs, stream=stream, n=2)
+                    asked = asyncio.create_task(server.http.post("/v1/completions", json=given))
+                    while not server.engine.running:
+                        await asyncio.sleep(0)
+                    while server.engine.running:
+                        await server.engine.step()
+                        await asyncio.sleep(0.002)
+                    reply = await asked
+                    chunks = events_of(reply.text) if stream else [reply.json()]
+                    for sample in range(2):
+                        own = [
+                            choice
+                            for each in chunks
+                            for choice in each["choices"]
+                            if choice["index"] == sample
+                        ]
+                        assert "".join(each["text"] for each in own) == wanted
+                        if logprobs is not None:
+                            found = _joined([{"choices": [each]} for each in own])
+                            assert found["text_offset"] == offsets(cut)
+
+    asyncio.run(run())
+
+
+def test_an_echo_whose_completion_ends_inside_its_last_character_is_broken_once():
+    async def run():
+        async with serving(lambda submit: CRAB[1:3]) as server:
+            for stream in (False, True):
+                given = body(prompt=CRAB[:1], echo=True, logprobs=0, stream=stream)
+                reply = await server.http.post("/v1/completions", json=given)
+                chunks = events_of(reply.text) if stream else [reply.json()]
+                assert "".join(each["choices"][0]["text"] for each in chunks) == "\ufffd"
+                assert _joined(chunks)["text_offset"] == [0, 0, 0]
 
     asyncio.run(run())
 

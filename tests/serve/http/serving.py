@@ -43,12 +43,12 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(*given, keys=(), limits=None, tokenizer=TOKENIZER, raises=True, **options):
+async def serving(*given, keys=(), limits=None, tokenizer=TOKENIZER, **options):
     """Yields a `Server`; the arguments are those of `fake_engine`, `Service` and `ApiKeys`."""
     async with fake_engine(*given, **options) as engine:
         service = Service(engine.client, tokenizer, MODEL, limits=limits or Limits())
         app = make_app(service, ApiKeys(keys))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             yield Server(engine, service, app, http)
 
