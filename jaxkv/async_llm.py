@@ -288,9 +288,9 @@ class AsyncLLM:
         """Returns the log-probabilities of given tokens, beside other callers, as `LLM.score` does.
 
         Whole texts take a step each, between steps of the others. Samples are computed with theirs, so the result has
-        the rollout's bits with `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`. Any other engine empties
-        its prefix cache first, and has these bits only if nothing else runs; see `LLM.score`. Cancelling the call
-        aborts its requests.
+        the rollout's bits with `EngineConfig(batch_invariant=True)`, or `pinned_shapes=True` without recurrent layers.
+        Any other engine empties its prefix cache first, and has these bits only if nothing else runs; see `LLM.score`.
+        Cancelling the call aborts its requests.
 
         Args:
             prompts: as for `LLM.score`, like all that is not listed.
@@ -476,12 +476,14 @@ class AsyncLLM:
                 self._llm.lock.take_back()
 
     def _accept(self, call: _Call) -> None:
+        if call.left:
+            self._queued.discard(call)
+        if call.left or self._closed:
+            return
         try:
             call.samples = self._engine.add(call.requests, streamed=call.streamed)
         except (OutOfPages, OutOfStates) as error:
-            if call.left:
-                self._queued.discard(call)
-            elif self._closed or not self._engine.has_work:
+            if not self._engine.has_work:
                 self._refuse(call, error)
             else:
                 self._loop.put_later(lambda: self._accept(call))
@@ -524,11 +526,15 @@ class AsyncLLM:
         with self._submit_lock:
             self._closed = True
         self._loop.run_left()
-        for call in [*self._calls, *self._queued]:
+        open_calls = [*self._calls, *self._queued]
+        self._calls.clear()
+        self._queued.clear()
+        for call in open_calls:
             failure = RuntimeError(_ENDED)
             failure.__cause__ = self._failure
             call.send([failure])
-            for sample in call.samples:
+        for sample in (sample for call in open_calls for sample in call.samples):
+            try:
                 self._engine.abort(sample)
-        self._calls.clear()
-        self._queued.clear()
+            except Exception:
+                _LOG.exception("a request could not be aborted after the engine's end")

@@ -871,7 +871,9 @@ class LLM:
             )
 
     def finish_warm_up(self) -> None:
-        """Waits for the programs that `warm_up(background=True)` has left to a thread. Any thread may call it.
+        """Waits for the programs that a thread compiles, such as those of `warm_up(background=True)`.
+
+        Any thread may call it.
 
         Raises:
             ProgramRefused, ValueError, RuntimeError: one could not be compiled, as for `warm_up`; the others are.
@@ -1307,10 +1309,10 @@ class LLM:
         With `outputs` the engine runs as `generate` and `rollout` do, and takes these tokens in place of sampled ones,
         in the same programs. It costs as much as the rollout with an empty prefix cache. If the same programs run with
         the same rows, the result equals the rollout's log-probabilities bit for bit: always with
-        `EngineConfig(batch_invariant=True)` or `pinned_shapes=True`, which also leave the prefix cache as it was. Any
-        other engine empties its prefix cache first; the bits are then equal if all of the rollout's prompts are given
-        in its order, and the rollout began with an empty prefix cache, was alone in the engine and had no drafts
-        (`speculation`), which a replay takes none of.
+        `EngineConfig(batch_invariant=True)`, and for models without recurrent layers with `pinned_shapes=True`, which
+        then also leave the prefix cache as it was. Any other engine empties its prefix cache first; the bits are then
+        equal if all of the rollout's prompts are given in its order, and the rollout began with an empty prefix cache,
+        was alone in the engine and had no drafts (`speculation`), which a replay takes none of.
 
         Args:
             prompts: whole texts, or the prompts before `outputs`; in any form that `generate` takes.

@@ -229,18 +229,26 @@ def test_a_failed_engine_tells_everybody(llm, monkeypatch):
 
 
 def test_an_engine_that_fails_while_it_accepts_requests_tells_them_too(llm, monkeypatch):
-    """The one that it was accepting, those that were queued with it or later, and those that run."""
-    add = llm.engine.add
+    """The one that it was accepting, those that were queued with it or later, and those that run.
+
+    That aborts fail then, too, keeps nobody from hearing of it.
+    """
+    add, abort = llm.engine.add, llm.engine.abort
 
     def fail(samples, **options):
         if samples[0].priority:
             raise CachePoisoned("injected")
         return add(samples, **options)
 
+    def abort_and_fail(sample):
+        abort(sample)
+        raise OSError("injected")
+
     async def users(served):
         runs = asyncio.create_task(served.generate(PROMPTS[0], replace(GREEDY, max_tokens=50)))
         await asyncio.sleep(0.05)
         monkeypatch.setattr(llm.engine, "add", fail)
+        monkeypatch.setattr(llm.engine, "abort", abort_and_fail)
         # The engine's thread waits here until all of them are queued.
         ready = threading.Event()
         held = asyncio.create_task(served.between_steps(ready.wait))

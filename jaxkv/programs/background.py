@@ -31,10 +31,12 @@ class Task(NamedTuple):
     Attributes:
         lowering: what to compile, without arrays.
         on_compiled: called with the program, in a thread of XLA, once it can be used.
+        is_optional: `wait` does not raise its error.
     """
 
     lowering: Lowering
     on_compiled: Callable[[Any], None]
+    is_optional: bool = False
 
 
 class BackgroundCompiler:
@@ -174,11 +176,11 @@ class BackgroundCompiler:
             if built is not None and keep is not None:
                 keep(spec, built, self._begun[spec])
         except Exception as error:
-            self._note_failure(str(spec), error)
+            self._note_failure(str(spec), error, self._begun.get(spec))
         self._end(spec)
 
     def _note_untraced(self, spec: ProgramSpec, error: Exception) -> None:
-        self._note_failure(str(spec), error)
+        self._note_failure(str(spec), error, self._begun.get(spec))
         self._end(spec)
 
     def _end(self, spec: ProgramSpec) -> None:
@@ -186,10 +188,12 @@ class BackgroundCompiler:
             self._begun.pop(spec, None)
             self._changed.notify_all()
 
-    def _note_failure(self, what: str, error: Exception) -> None:
+    def _note_failure(self, what: str, error: Exception, task: Task | None = None) -> None:
         if self._must_end:
             return
         _LOG.error("%s could not be compiled in the background: %r", what, error)
+        if task is not None and task.is_optional:
+            return
         # The frames of the traceback keep traces alive.
         self._failures.append(error.with_traceback(None))
 

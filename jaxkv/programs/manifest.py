@@ -187,7 +187,11 @@ class Programs:
         return [self._programs[spec] for spec in builds]
 
     def compile_in_background(
-        self, lowerings: Mapping[ProgramSpec, Lowering], on_compiled: Callable[[Program], None]
+        self,
+        lowerings: Mapping[ProgramSpec, Lowering],
+        on_compiled: Callable[[Program], None],
+        *,
+        optional: bool = False,
     ) -> None:
         """Compiles the missing ones of these programs in a thread, while others run, and returns at once.
 
@@ -197,9 +201,15 @@ class Programs:
         Args:
             lowerings: spec -> what to compile, without arrays.
             on_compiled: called with each of these programs once it is in the manifest, in another thread.
+            optional: all goes on without these programs, so none is compiled inside of such a context, and `wait` does
+                not raise their errors.
         """
         if threads_have_settings():
-            self._background.add({spec: Task(one, on_compiled) for spec, one in lowerings.items()})
+            self._background.add(
+                {spec: Task(one, on_compiled, optional) for spec, one in lowerings.items()}
+            )
+            return
+        if optional:
             return
         builds = {
             spec: lambda one=one: one

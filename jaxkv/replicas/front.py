@@ -301,8 +301,8 @@ class ReplicatedLLM:
     ) -> list[np.ndarray]:
         """Returns the log-probabilities of given tokens, each replica those of a share of the prompts; see `LLM.score`.
 
-        Its bits are those of a rollout with `batch_invariant` or `pinned_shapes` alone, since other prompts share the
-        steps of a replica.
+        Its bits are those of a rollout with `batch_invariant` alone, or `pinned_shapes` without recurrent layers, since
+        other prompts share the steps of a replica.
         """
         if outputs is not None and lora is not None:
             options = by_adapter(options, sampling, lora)

@@ -387,13 +387,18 @@ class ModelRunner:
         return self.all_compiled(list(needed), progress=progress)
 
     def compile_in_background(
-        self, needed: Sequence[ProgramSpec], on_compiled: Callable[[Program], None]
+        self,
+        needed: Sequence[ProgramSpec],
+        on_compiled: Callable[[Program], None] = lambda _: None,
+        *,
+        optional: bool = False,
     ) -> None:
         """Compiles programs in a thread while others run; see `Programs.compile_in_background`.
 
         Args:
             needed: their specs.
             on_compiled: called with each of them, in another thread.
+            optional: all goes on without them.
         """
         self.refuse_hosts("compilation in the background")
         # The thread must not keep this runner, whose parameters would stay in memory.
@@ -404,7 +409,7 @@ class ModelRunner:
             on_compiled(program)
 
         lowerings = {spec: spec.lowering(self).without_arrays() for spec in needed}
-        self.programs.compile_in_background(lowerings, arrive)
+        self.programs.compile_in_background(lowerings, arrive, optional=optional)
 
     @mirrored
     def all_compiled(self, needed: list[ProgramSpec], *, progress: bool = False) -> list[Program]:

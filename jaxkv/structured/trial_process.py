@@ -72,19 +72,22 @@ def attempt(vocabulary: Any, kind: str, source: str) -> dict[str, str]:  # noqa:
     """Compiles a grammar and computes the first masks; returns `{}`, or `{"error": ...}`.
 
     Some grammars, such as the regex "a{1000000}", have a first mask and exceed a limit with any token. So the masks
-    behind three tokens are computed too: the first, the middle and the last one of those that may begin a text.
+    behind three tokens are computed too: the first, the middle and the last one of those that may begin a text. It is
+    an error if all three exceed it.
     """
     try:
         matcher = build_matcher(vocabulary, kind, source)
         if matcher.is_error():
             return {"error": error_of(matcher)}
         allowed = _ids(matcher.compute_bitmask())
+        errors = []
         for token in {allowed[at] for at in (0, len(allowed) // 2, -1) if allowed}:
             behind = matcher.deep_copy()
             behind.consume_tokens([token])
             behind.compute_bitmask()
-            if behind.is_error():
-                return {"error": error_of(behind)}
+            errors.append(error_of(behind) if behind.is_error() else "")
+        if errors and all(errors):
+            return {"error": errors[0]}
     except (ValueError, RuntimeError) as error:
         return {"error": " ".join(str(error).split())[:500]}
     return {"error": error_of(matcher)} if matcher.is_error() else {}

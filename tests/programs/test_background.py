@@ -143,6 +143,22 @@ def test_a_failure_is_logged_and_raised_once_and_the_others_are_compiled(fails, 
         programs.get(key(4), lambda: traces.lowering(4))
 
 
+def test_one_without_which_all_goes_on_fails_in_the_log_alone(caplog):
+    """It is not compiled in the thread that asks, either."""
+    programs, traces, compiled = Programs(), Traces(), []
+    bad = traces.lowering(4, function=swapped)
+    with caplog.at_level(logging.ERROR):
+        programs.compile_in_background({key(4): bad}, compiled.append, optional=True)
+        programs.compile_in_background(traces.some(2), compiled.append)
+        programs.wait()
+    assert sum("could not be compiled in the background" in one for one in caplog.messages) == 1
+    assert [program.spec.rows for program in programs.manifest()] == [2]
+    with jax.default_matmul_precision("highest"):
+        programs.compile_in_background(traces.some(8), compiled.append, optional=True)
+    assert not programs.is_pending(key(8))
+    assert [program.spec.rows for program in compiled] == [2]
+
+
 def test_one_that_fails_while_it_is_waited_for_fails_there_too():
     programs, traces, gate = Programs(), Traces(), threading.Event()
     bad = traces.lowering(4, gate, swapped)

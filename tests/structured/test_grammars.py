@@ -326,6 +326,12 @@ def test_a_hostile_grammar_is_compiled_or_refused_within_the_limits(compiled, na
     assert len(refusal) < 700
 
 
+def test_a_grammar_is_taken_if_only_some_tokens_exceed_a_limit(compiled):
+    """Texts of "b" are possible."""
+    constraint = TokenConstraint(compiled(regex="a{1000000}|b"))
+    assert constraint.ends(ids("b"))
+
+
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [

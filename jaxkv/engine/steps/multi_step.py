@@ -18,6 +18,7 @@ import jax
 from jaxkv.cache.spec import CacheLayout
 from jaxkv.engine.steps.oom_backoff import OomBackoff
 from jaxkv.engine.steps.step_plan import Part
+from jaxkv.errors import STEP_FAILURES
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.tensor_parallel import TensorParallel, has_mailboxes
@@ -180,7 +181,10 @@ class MultiStep:
         may_compile = runner.hosts is None and not runner.programs.is_closed
         if self._missing[needed] == _COMPILED_AFTER and may_compile:
             _LOG.info("compiling %s in the background: the GPU waits for the host", needed.name)
-            runner.compile_in_background([needed], lambda _: None)
+            try:
+                runner.compile_in_background([needed], optional=True)
+            except STEP_FAILURES as error:
+                _LOG.warning("%s could not be compiled: %r", needed.name, error)
 
     def _runs(self, single: StepSpec) -> bool:
         """Returns whether a program of the same form would run such a step."""

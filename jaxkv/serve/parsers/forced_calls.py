@@ -1,6 +1,8 @@
 """Tool calls that the request demands: the JSON schema that forces them, and the reader of the answer."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxkv.serve.parsers.calls import Calls
@@ -77,50 +79,79 @@ def forced_schema(
         }
         for number, function in enumerate(functions)
     ]
-    definitions = {}
-    for number, parameters in enumerate(functions.values()):
-        # References behind an "$id" would begin there.
-        own = {key: part for key, part in parameters.items() if key != "$id"}
-        definitions[str(number)] = _placed(own, f"#/$defs/{number}")
+    definitions = {
+        str(number): _placed(parameters, f"#/$defs/{number}", f"f{number}.")
+        for number, parameters in enumerate(functions.values())
+    }
     return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
 
 
 def _check_functions(offered: Sequence[Mapping[str, Any]], demanded: Sequence[str]) -> None:
-    """Raises `ValueError` if a demanded function stands for two tools, or has arguments that are no object."""
+    """Raises `ValueError` for functions that no call can tell apart, and for arguments that are no object."""
+    ids = Counter[str]()
     for name in demanded:
         found = [function for function in offered if function["name"] == name]
         if len(found) > 1:
             raise ValueError(f"{len(found)} tools have the name {name!r}; give each another one")
-        kind = (found[0].get("parameters") or {}).get("type", "object")
-        if isinstance(kind, str) and kind != "object":
+        parameters = found[0].get("parameters") or {}
+        kind = parameters.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise ValueError(
-                f'the parameters of the function {name!r} have "type": "{kind}"; the arguments of a call are an '
-                'object, so give {"type": "object", "properties": ...}'
+                f'the parameters of the function {name!r} have "type": {json.dumps(kind)}; the arguments of a call '
+                'are an object, so give {"type": "object", "properties": ...}'
             )
+        ids.update(set(_ids(parameters)))
+    if twice := [one for one, count in ids.items() if count > 1]:
+        raise ValueError(
+            f'schemas of several tools have the "$id" {twice[0]!r}; leave it out or change one'
+        )
 
 
-def _placed(schema: Any, root: str, *, named: bool = False) -> Any:  # noqa: ANN401 - JSON
+def _ids(schema: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
+    """Yields each "$id" of a schema; references behind it begin there."""
+    parts = schema if isinstance(schema, list) else []
+    if isinstance(schema, Mapping):
+        parts = schema.values()
+        if isinstance(found := schema.get("$id"), str):
+            yield found
+    for part in parts:
+        yield from _ids(part)
+
+
+def _placed(schema: Any, root: str, prefix: str, *, named: bool = False) -> Any:  # noqa: ANN401 - JSON
     """Returns a schema whose references to its own root, such as "#/$defs/A", begin at `root` instead.
+
+    A part with an "$id" is its own root and stays as it is.
 
     Args:
         schema: the schema, or a part of it.
         root: where the whole schema will stand.
+        prefix: what its anchors begin with there.
         named: whether `schema` maps names to schemas, as "properties" does, so that its keys are no keywords.
     """
     if isinstance(schema, list):
-        return [_placed(part, root) for part in schema]
+        return [_placed(part, root, prefix) for part in schema]
     if not isinstance(schema, Mapping):
+        return schema
+    if named:
+        return {name: _placed(part, root, prefix) for name, part in schema.items()}
+    if isinstance(schema.get("$id"), str):
         return schema
     placed = {}
     for key, value in schema.items():
-        if named:
-            placed[key] = _placed(value, root)
-        elif key in _DATA:
-            placed[key] = value
-        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            placed[key] = root + value[1:]
-        else:
-            placed[key] = _placed(value, root, named=key in _NAMED_SCHEMAS)
+        match key, value:
+            case "$ref", "" | "#":
+                placed[key] = root
+            case "$ref", str() if value.startswith("#/"):
+                placed[key] = root + value[1:]
+            case "$ref", str() if value.startswith("#"):
+                placed[key] = f"#{prefix}{value[1:]}"
+            case "$anchor", str():
+                placed[key] = prefix + value
+            case _ if key in _DATA:
+                placed[key] = value
+            case _:
+                placed[key] = _placed(value, root, prefix, named=key in _NAMED_SCHEMAS)
     return placed
 
 

@@ -347,7 +347,7 @@ def test_left_to_itself_an_engine_sends_several_steps_where_the_device_was_seen_
 
 
 def test_without_a_warm_up_a_thread_compiles_the_program_of_several_steps_once(monkeypatch):
-    """No step waits for it. A strict engine, or one whose thread failed, goes on with single steps."""
+    """No step waits for it. A strict engine goes on with single steps."""
     monkeypatch.setattr(multi_step, "_COMPILED_AFTER", 16)
     monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: True))
     request = request_of([1, 2, 3], max_tokens=45)
@@ -376,6 +376,32 @@ def test_without_a_warm_up_a_thread_compiles_the_program_of_several_steps_once(m
         assert set(sent) == ({1} if strict else {1, 4})
         assert programs.compiled_late == programs.pending == 0
         assert_equal([*served, *later], [wanted, wanted])
+
+
+def test_a_program_of_several_steps_that_cannot_be_made_costs_no_request(monkeypatch, caplog):
+    monkeypatch.setattr(multi_step, "_COMPILED_AFTER", 4)
+    monkeypatch.setattr(InFlightStep, "is_done", property(lambda _: True))
+    engine = engine_for(prefix_cache=False)
+    engine.multi_step.chosen = StepsPerLaunch(4, automatic=True)
+    engine.scheduler.most_steps = 4
+    single = engine.shapes.choose(1, 1, Features(), total_tokens=33)
+    engine.runner.programs._programs.pop(replace(single, steps=4), None)
+    engine.runner._known = {
+        one: each for one, each in engine.runner._known.items() if one.steps == 1
+    }
+    tried = []
+
+    def fail(needed, **options):
+        tried.append(needed)
+        raise MemoryError("no room to trace")
+
+    monkeypatch.setattr(engine.runner, "compile_in_background", fail)
+    sent, request = watch(engine), request_of([1, 2, 3], max_tokens=30)
+    engine.run(served := engine.add([request]))
+    assert_equal(served, oracle([request]))
+    assert len(tried) == 1
+    assert set(sent) == {1}
+    assert "no room to trace" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -103,16 +103,18 @@ def test_each_function_keeps_its_own_definitions():
 
 
 def test_references_of_a_function_begin_at_its_own_root():
-    """Not those to other documents, and not what is data or a name."""
+    """Not those to other documents or behind an "$id", and not what is data or a name."""
+    own = {"$id": "https://example.org/f", "$defs": {"A": {}}, "$ref": "#/$defs/A"}
     parameters = {
-        "$id": "https://example.org/f",
         "type": "object",
         "properties": {
             "kids": {"type": "array", "items": {"$ref": "#"}},
             "again": {"anyOf": [{"$ref": "#/properties/kids"}, {"type": "null"}]},
             "else": {"$ref": "https://example.org/schema#/a"},
             "$ref": {"const": {"$ref": "#"}},
-            "const": {"$ref": "#"},
+            "const": {"$ref": ""},
+            "own": own,
+            "anchor": {"$anchor": "a", "items": {"$ref": "#a"}},
         },
         "default": {"$ref": "#/properties"},
     }
@@ -124,7 +126,12 @@ def test_references_of_a_function_begin_at_its_own_root():
     assert properties["$ref"] == {"const": {"$ref": "#"}}
     assert properties["const"] == {"$ref": "#/$defs/0"}
     assert placed["default"] == parameters["default"]
-    assert "$id" not in placed
+    assert properties["own"] == own
+    assert properties["anchor"] == {"$anchor": "f0.a", "items": {"$ref": "#f0.a"}}
+    whole = {"type": "object", **own}
+    assert forced_schema([function("f", whole)], "required")["$defs"]["0"] == whole
+    with pytest.raises(ValueError, match=r'several tools have the "\$id" .*example.org/f'):
+        forced_schema([function("f", whole), function("g", parameters)], "required")
 
 
 @pytest.mark.parametrize("definitions", [None, [1], "x"])
@@ -142,8 +149,12 @@ def test_what_no_call_can_tell_apart_or_hold_is_refused():
     assert forced_schema(tools, "g") == {"type": "object"}
     assert forced_schema(tools, "auto") is None
     for choice in ("required", "f"):
-        with pytest.raises(ValueError, match=r"'f' have \"type\": \"string\"; .* are an object"):
-            forced_schema([function("f", {"type": "string"})], choice)
+        for kind in ("string", ["string", "null"]):
+            with pytest.raises(
+                ValueError, match=r"'f' have \"type\": .*\"string\".* are an object"
+            ):
+                forced_schema([function("f", {"type": kind})], choice)
+    assert forced_schema([function("f", {"type": ["object", "null"]})], "f")
 
 
 def test_a_free_choice_has_no_schema():
