@@ -206,12 +206,12 @@ class Scheduler:
     def _draft(self, parts: list[Part]) -> bool:
         """Adds drafts to the decode parts of a step without prompts, as far as pages are free; returns whether any."""
         assert self._speculation is not None
-        for index, drafts in enumerate(self._speculation.draft(parts)):
-            sequence, start = parts[index].sequence, parts[index].start
+        for index, part in enumerate(self._speculation.draft(parts)):
+            sequence, start, drafts = part.sequence, part.start, part.drafts
             if drafts and not self._reserve_ahead(sequence, start + 1 + len(drafts)):
-                drafts = drafts[: max(0, sequence.writable - start - 1)]
-            if drafts:
-                parts[index] = drafted(parts[index], drafts)
+                part = drafted(part, drafts[: max(0, sequence.writable - start - 1)])
+            if part.drafts:
+                parts[index] = part
         return any(part.drafts or part.sequence.unread_drafts for part in parts)
 
     def _reserve_steps(self, parts: list[Part]) -> bool:

@@ -33,6 +33,16 @@ class StateWrite(NamedTuple):
     run: Callable[[Array, tuple[Array, ...], StepBatch, StateTables], Array]
 
 
+def nowhere(write_states: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Returns ids of no states, distinct for each row, which the compiler does not know.
+
+    For one row XLA leaves out a write to a constant id of no state. What the write was computed from then need not be
+    read before the next write, so XLA reads it from a copy of the states.
+    """
+    rows = jnp.arange(write_states.shape[0], dtype=jnp.int32)
+    return jnp.maximum(write_states, NO_STATE + rows)
+
+
 def without_last(
     batch: StepBatch, rejected: Int[Array, " rows"]
 ) -> tuple[StepBatch, Int[Array, " tokens"]]:
@@ -186,16 +196,22 @@ def _run_and_keep(
         # With a second use, XLA would otherwise fuse what computes them in another way, and round differently.
         inputs = lax.optimization_barrier(inputs)
     if writes is not None:
-        writes.append(StateWrite(role, inputs, lambda *given: _with_result(*run(*given))))
+
+        def write(
+            states: Array, inputs: tuple[Array, ...], batch: StepBatch, tables: StateTables
+        ) -> Array:
+            return _with_result(*run(states, inputs, batch, tables), tables)
+
+        writes.append(StateWrite(role, inputs, write))
     return run(layer_cache[role], inputs, batch, tables)
 
 
-def _with_result(result: Array, states: Array) -> Array:
+def _with_result(result: Array, states: Array, tables: StateTables) -> Array:
     """Returns the states; under the fixed order of sums XLA computes the result beside them too.
 
     Without it, the loop over the tokens would be other code than that of the first time, and round in other ways.
     """
     if not is_fixed():
         return states
-    nowhere = jnp.full(1, NO_STATE, jnp.int32)
-    return states.at[nowhere].set(jnp.sum(result).astype(states.dtype), mode="drop")
+    unused = nowhere(tables.write_states)[:1]
+    return states.at[unused].set(jnp.sum(result).astype(states.dtype), mode="drop")

@@ -25,7 +25,7 @@ from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled, weigh_stream
 from jaxkv.layers.norm import layer_norm, rms_norm
-from jaxkv.layers.recurrence import NO_STATE, StateWrite, without_last
+from jaxkv.layers.recurrence import StateWrite, nowhere, without_last
 from jaxkv.layers.rope import Angles, rope_angles
 from jaxkv.layers.shards import Shards
 from jaxkv.models.as_prompts import as_prompts
@@ -243,11 +243,12 @@ class Decoder:
 
         The step is no decode step.
         """
-        rows = jnp.arange(batch.seq_lens.shape[0], dtype=jnp.int32)
-        nowhere = tuple(replace(one, write_states=NO_STATE + rows) for one in batch.states)
+        unwritten = tuple(
+            replace(one, write_states=nowhere(one.write_states)) for one in batch.states
+        )
         writes: StateWrites = {}
         with fixed_order(self.batch_invariant):
-            batch = replace(batch, states=nowhere)
+            batch = replace(batch, states=unwritten)
             cache, hidden = self._forward(params, cache, batch, writes)
         return cache, hidden, writes
 

@@ -36,8 +36,13 @@ def lowerings():
     granite = (("mamba2", "mixture+shared"), ("attention", "mixture+shared"))
     qwen = (("delta", "gated"), ("attention", "gated"))
 
+    one = replace(_shape(False), tokens=8, rows=1, drafts=3)
+
+    def program(shape, implementation, *pattern):
+        return lambda: _sequence_runner(implementation, *pattern).runner.program(shape)
+
     def step(decode, implementation, *pattern):
-        return lambda: _sequence_runner(implementation, *pattern).runner.program(_shape(decode))
+        return program(_shape(decode), implementation, *pattern)
 
     def keeping(implementation, shape):
         return lambda: _sequence_runner(
@@ -51,6 +56,8 @@ def lowerings():
         "keeping_verify_mosaic_gpu": keeping(
             "mosaic_gpu", replace(_shape(False), tokens=32, drafts=3)
         ),
+        "verify_one_xla": program(one, "xla", *granite),
+        "delta_verify_one_mosaic_gpu": program(one, "mosaic_gpu", *qwen),
     }
     for implementation in ("xla", "mosaic_gpu"):
         made |= {

@@ -7,44 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.config.blocks import DeltaConfig, Mamba1Config, MambaConfig, ShortConvConfig
-from jaxkv.config.model import ModelConfig, RopeConfig
-from jaxkv.models.decoder import Decoder
 from tests.models.driver import Driver
+from tests.models.recurrent_model import VOCAB, recurrent_model
 
-VOCAB, CHUNK = 61, 8
-BLOCKS = ("mamba2", "delta", "mamba1", "short_conv")
 # Row by row: tokens of the step, and how many of the last are left out. Rows cross ends of chunks or not.
 STEPS = [(5, 2), (4, 3), (1, 0)], [(3, 0), (5, 1), (5, 4)]
 
 
 @pytest.fixture(scope="module")
 def made():
-    patterns = (*((block,) for block in BLOCKS), ("attention", "gated"))
-    model = Decoder(
-        ModelConfig(
-            family="hybrid",
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_layers=len(patterns),
-            heads=4,
-            kv_heads=2,
-            head_dim=8,
-            ffn_size=32,
-            max_positions=64,
-            rope=RopeConfig(rotary_dim=8),
-            windows=(None,) * len(patterns),
-            pattern=patterns,
-            mamba=MambaConfig(heads=4, head_dim=8, d_state=8, d_conv=4, groups=2, chunk_size=CHUNK),
-            delta=DeltaConfig(
-                key_heads=1, value_heads=2, key_dim=8, value_dim=8, d_conv=4, chunk_size=CHUNK
-            ),
-            mamba1=Mamba1Config(channels=16, d_state=4, dt_rank=2, d_conv=3, chunk_size=CHUNK),
-            short_conv=ShortConvConfig(channels=32, d_conv=3),
-        )
-    )
-    params = model.init_params(jax.random.key(3), "float32")
-    return model, jax.tree.map(lambda leaf: leaf * 6 if leaf.ndim > 1 else leaf, params)
+    return recurrent_model()
 
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("cache",))

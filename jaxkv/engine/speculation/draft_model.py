@@ -97,7 +97,10 @@ class DraftModel:
     def draft(
         self, sequences: Sequence[RequestState], most: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        """Computes what it lacks of these requests. It drafts nothing at once: the step sent next is followed."""
+        """Computes what it lacks of these requests. It drafts nothing at once: the step sent next is followed.
+
+        Drafts behind the step sent last stay on the device, see `has_drafts`.
+        """
         self._drop_ended()
         self._guarded(lambda: self._catch_up([one for one in sequences if self._opened(one)]))
         return [()] * len(sequences)
@@ -107,6 +110,12 @@ class DraftModel:
         rows = [part for part in parts if part.sequence in self._rows]
         if rows:
             self._guarded(lambda: self._chain(rows))
+
+    def has_drafts(self, sequence: RequestState) -> bool:
+        """Returns whether the last chain left drafts of the tokens behind the last one of a request."""
+        row = self._rows.get(sequence)
+        # `_catch_up` has compared both.
+        return row is not None and row.is_followed and sequence.drafts_on_device
 
     def cache_lost(self) -> None:
         """Drafts no more if a program of the smaller model has failed on the device.

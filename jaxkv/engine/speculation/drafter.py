@@ -31,6 +31,13 @@ class FollowingDrafter(Drafter, Protocol):
         """Drafts the tokens behind a step that verifies drafts, in the sampling group of the verifier's cache."""
         ...
 
+    def has_drafts(self, sequence: RequestState) -> bool:
+        """Returns whether it left drafts of the tokens behind the last one of a request in that group.
+
+        The host has read all tokens of the request, and `draft` was called with it since.
+        """
+        ...
+
     def cache_lost(self) -> None:
         """Notes that the verifier's cache was lost, perhaps by drafts that could not be computed."""
         ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxkv.engine.request_state import RequestState
 from jaxkv.engine.speculation.drafter import Drafter, FollowingDrafter
 from jaxkv.engine.speculation.pace import Pace
-from jaxkv.engine.steps.step_plan import Part
+from jaxkv.engine.steps.step_plan import Part, drafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,35 +114,39 @@ class Speculation:
             and any(_known(one) + 1 < one.longest for one in running)
         )
 
-    def draft(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
-        """Returns the drafts of each part of the next step: none unless all of them are decode parts.
+    def draft(self, parts: Sequence[Part]) -> list[Part]:
+        """Returns the parts of the next step with their drafts: none unless all of them are decode parts.
 
-        Drafts that the device has are 0.
+        Drafts that the device has are 0, and their part has `carry`, whether or not the host has read its tokens.
         """
-        drafts: list[tuple[int, ...]] = [()] * len(parts)
+        made = list(parts)
         if any(part.count != 1 or not part.emits for part in parts):
-            return drafts
+            return made
         follows = any(part.sequence.unread_drafts for part in parts)
         # Behind drafts that are not read yet, only such a step can follow.
         most = self._count(parts) or int(follows)
         room = [min(most, self._room(part)) for part in parts]
         asked = [index for index, count in enumerate(room) if count > 0]
         if not asked:
-            return drafts
+            return made
         self._steps += 1
         self._overlapped += follows
         of_host = [index for index in asked if not parts[index].sequence.pending]
         guesses = self.drafter.draft(
             [parts[index].sequence for index in of_host], [room[index] for index in of_host]
         )
+        guessed = dict(zip(of_host, guesses, strict=True))
         for index in asked:
-            drafts[index] = (0,) * room[index]
-        for index, guess in zip(of_host, guesses, strict=True):
-            drafts[index] = tuple(guess[: room[index]])
-        if self._drafts_next() and not any(drafts):
+            part, most = parts[index], room[index]
+            if index not in guessed or self._has_drafts(part.sequence):
+                made[index] = drafted(part, (0,) * most)._replace(carry=True)
+            elif guessed[index]:
+                made[index] = drafted(part, tuple(guessed[index][:most]))
+        if self._drafts_next() and not any(part.drafts for part in made):
             # The last token again, so that the step ends with the next drafts, and that one need not wait for it.
-            drafts[asked[0]] = (parts[asked[0]].sequence.tokens[-1],)
-        return drafts
+            first = asked[0]
+            made[first] = drafted(parts[first], (parts[first].sequence.tokens[-1],))
+        return made
 
     def follow(self, parts: Sequence[Part]) -> None:
         """Lets a drafter with a model draft behind a step of these parts, which was sent and verifies drafts."""
@@ -192,6 +196,10 @@ class Speculation:
         rows = [part.sequence.number for part in parts]
         length = sum([len(part.sequence.tokens) for part in parts])
         self.pace.read(rows, length, most)
+
+    def _has_drafts(self, sequence: RequestState) -> bool:
+        """Whether a drafter with a model left drafts on the device for a request whose tokens the host has read."""
+        return isinstance(self.drafter, FollowingDrafter) and self.drafter.has_drafts(sequence)
 
     def _count(self, rows: Sequence[object]) -> int:
         """Returns how many drafts each row of the next step has."""

@@ -20,7 +20,8 @@ class Part(NamedTuple):
             takes part in.
         emits: sampled tokens that count: 1 for a decode step or a last prefill chunk, 0 for any other chunk. In a plan
             of several steps it equals `count`; with drafts too, although those that are not accepted count for nothing.
-        carry: its new token was sampled by the step before and is read on the device, not from the host.
+        carry: its new token was sampled by the step before and is read on the device, not from the host, which may
+            have read it too if there are drafts.
         drafts: drafted tokens behind its new token, which are among its `count` tokens. It emits 1 to `count` tokens.
             With `carry` the device has them, and the numbers are 0; `start` is then the last place where it can be.
     """

@@ -93,8 +93,13 @@ def share(llm, position=1):
 
 
 @pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
-def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowing, served, method):
-    """Prompts in chunks, preemptions, hits in the prefix cache, an abort, a sleep, new weights and a lost cache."""
+def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(
+    knowing, served, method, monkeypatch
+):
+    """Prompts in chunks, preemptions, hits in the prefix cache, an abort, a sleep, new weights and a lost cache.
+
+    At last no step is sent before the one before is read.
+    """
     folder, model, _ = knowing[method]
     wanted = [model.greedy(prompt, 40) for prompt in PROMPTS]
     llm = served(method)
@@ -115,7 +120,13 @@ def test_a_head_that_knows_the_model_is_right_whatever_happens_to_requests(knowi
     drafter._runner.owner.poison("the test says so")
     drafter._forget()
     fourth = llm.generate(PROMPTS, GREEDY)
-    for outputs in (first, second, third, fourth):
+    monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, overlap=False))
+    before = llm.stats().speculation
+    fifth = llm.generate(PROMPTS, GREEDY)
+    after = llm.stats().speculation
+    assert after.drafted[2] > before.drafted[2] + 10
+    assert after.overlapped == before.overlapped
+    for outputs in (first, second, third, fourth, fifth):
         assert [one.token_ids for one in outputs] == wanted
     # A text of fewer than five tokens has no drafts of a head, but zeros.
     assert share(llm, 1) > 0.9, llm.stats().speculation

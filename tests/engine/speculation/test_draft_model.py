@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, default_model
+from jaxkv import (
+    LLM,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+    StructuredOutputs,
+    default_model,
+)
 from jaxkv.engine.request import Request
 from jaxkv.engine.request_state import FINISHED
 from jaxkv.engine.speculation.draft_model import DraftModel
@@ -209,6 +217,34 @@ def test_another_lost_cache_leaves_the_drafts_on(alike):
     assert alike.engine.recoveries == recoveries + 1
     assert alike.engine.speculation.drafter._failures == 0
     assert alike.stats().speculation.accepted[1] > accepted
+
+
+BESIDE = {
+    "a grammar": {"structured_outputs": StructuredOutputs(regex="[a-z ]{60,80}")},
+    "fewer than min_tokens": {"min_tokens": 30, "ignore_eos": True},
+    "nothing that overlaps": None,
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_drafts_are_verified_if_the_host_reads_every_step_first(alike, monkeypatch, beside):
+    """Such steps do not follow one another on the device, where the drafts stay."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    wanted = alike.generate(PROMPTS[:1], greedy)[0].token_ids
+    prompts, sampling = PROMPTS[:1], [greedy]
+    if BESIDE[beside] is None:
+        config = replace(alike.engine.config, overlap=False)
+        monkeypatch.setattr(alike.engine, "config", config)
+    else:
+        prompts = PROMPTS[:2]
+        sampling.append(SamplingParams(temperature=0.0, max_tokens=30, **BESIDE[beside]))
+    before = alike.stats().speculation
+    assert alike.generate(prompts, sampling)[0].token_ids == wanted
+    after = alike.stats().speculation
+    accepted, drafted = after.accepted[1], after.drafted[1]
+    assert drafted - before.drafted[1] > 5
+    assert accepted - before.accepted[1] > 0.8 * (drafted - before.drafted[1])
+    assert after.overlapped == before.overlapped
 
 
 @pytest.mark.slow

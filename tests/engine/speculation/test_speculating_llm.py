@@ -1,8 +1,11 @@
 """An `LLM` with prompt lookup: strict, warmed up, and equal bit for bit to one without."""
 
+import jax
 import pytest
 
-from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig
+from jaxkv import LLM, CacheConfig, EngineConfig, SamplingParams, SpeculationConfig, default_model
+from tests.few_programs import few_programs
+from tests.models.recurrent_model import recurrent_model
 
 PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n", "x = 1\nx = 1\nx = "]
 WAYS = {
@@ -37,3 +40,34 @@ def test_prompt_lookup_takes_fewer_steps_to_the_same_output(way):
     # The device looks the next drafts up itself.
     assert stats.speculation.overlapped > 5
     assert plain.speculation is None
+
+
+def alone(speculation, *, batch_invariant):
+    """Returns what one row of a model with every recurrent block gives after a warm-up of one row, and statistics."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    model, params = recurrent_model()
+    # Small weights make texts with repetitions, so that some drafts are right and others wrong.
+    params = jax.tree.map(lambda leaf: leaf * 0.35 if leaf.ndim > 1 else leaf, params)
+    engine = EngineConfig(
+        token_budget=16,
+        batch_invariant=batch_invariant,
+        speculation=speculation,
+        prefix_cache=False,
+    )
+    options = {"cache": CacheConfig(max_sequences=1, page_size=8), "max_model_len": 64}
+    options |= {"tokenizer": default_model.path(), "eos_ids": (), "progress": False, "strict": True}
+    with few_programs(LLM.from_parts(model, params, engine=engine, **options)) as llm:
+        llm.warm_up(batch=1, prompt_tokens=16, sampling=sampling)
+        [output] = llm.generate([{"prompt_token_ids": [5, 6, 7, 8] * 4}], sampling)
+        return output.token_ids, llm.stats().speculation
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_row_with_recurrent_states_verifies_drafts(batch_invariant):
+    """XLA writes one row in another way than several, and once copied the states for it."""
+    wanted, _ = alone(None, batch_invariant=batch_invariant)
+    config = SpeculationConfig(tokens=3, shortest_ngram=1, adaptive=False)
+    got, stats = alone(config, batch_invariant=batch_invariant)
+    assert got == wanted
+    assert 10 < sum(stats.accepted) < sum(stats.drafted)
+    assert stats.overlapped > 0
