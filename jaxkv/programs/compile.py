@@ -39,6 +39,11 @@ _COMPILER_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 # XLA's own kernels over peer memory take one array. Sums and extrema of several, which XLA would combine, go to NCCL.
 _OPTIONS_OF_SEVERAL_DEVICES = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
 
+# From JAX 0.12 on an element's bits depended on its place in a loop on an x86 CPU: the first three of four equal rows
+# differed from the last one. Without fused multiply-adds (`xla_cpu_max_isa=AVX`) or at this level they do not; LLVM
+# seems to contract products and sums in vectorised loops and not in what is left of them.
+_FIXED_ORDER_ON_CPU = {"xla_backend_optimization_level": 1}
+
 # Not "cpu": XLA may serialise a CPU program without some of its functions. CPU programs lower fast, and JAX's own cache
 # stores them.
 _STORED_PLATFORMS = ("gpu",)
@@ -89,10 +94,12 @@ class Build:
         """
         start = time.perf_counter()
         self._name, self._cache_argument = name, lowering.cache_argument
-        several = len(devices_of(argument_types(lowering))) != 1
+        devices = devices_of(argument_types(lowering))
+        on_cpu = bool(devices) and devices[0].platform == "cpu"
         self._options = {
             **_COMPILER_OPTIONS,
-            **(_OPTIONS_OF_SEVERAL_DEVICES if several else {}),
+            **(_OPTIONS_OF_SEVERAL_DEVICES if len(devices) != 1 else {}),
+            **(_FIXED_ORDER_ON_CPU if lowering.has_fixed_order and on_cpu else {}),
             **(lowering.compiler_options or {}),
         }
         self.traced = trace(name, lowering)

@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxkv.models.implementation import choose_implementation
 from jaxkv.models.protocol import Model, Params
 from jaxkv.models.registry import rules_for
 from jaxkv.models.tensor_parallel import TensorParallel, has_mailboxes, mesh_of
+from jaxkv.programs.lowering import Lowering
 from jaxkv.programs.manifest import Program, Programs
 from jaxkv.programs.spec import ProgramSpec
 from jaxkv.runner.adapter_stacks import AdapterStacks
@@ -366,7 +368,7 @@ class ModelRunner:
     def compiled(self, spec: ProgramSpec) -> Program:
         """Returns the compiled form of a program that this runner has not used; see `program`."""
         try:
-            program = self.programs.get(spec, lambda: spec.lowering(self))
+            program = self.programs.get(spec, lambda: self._lowering(spec))
         except STEP_FAILURES as error:
             self._refused[spec] = error
             raise
@@ -408,12 +410,15 @@ class ModelRunner:
             arrived.append(program)
             on_compiled(program)
 
-        lowerings = {spec: spec.lowering(self).without_arrays() for spec in needed}
+        lowerings = {spec: self._lowering(spec).without_arrays() for spec in needed}
         self.programs.compile_in_background(lowerings, arrive, optional=optional)
 
     @mirrored
     def all_compiled(self, needed: list[ProgramSpec], *, progress: bool = False) -> list[Program]:
         """Does what `compile_all` does; followers do it without a bar."""
-        builds = {spec: partial(spec.lowering, self) for spec in needed}
+        builds = {spec: partial(self._lowering, spec) for spec in needed}
         self.programs.get_all(builds, progress=progress)
         return [self.program(spec) for spec in builds]
+
+    def _lowering(self, spec: ProgramSpec) -> Lowering:
+        return replace(spec.lowering(self), has_fixed_order=self.model.batch_invariant)
