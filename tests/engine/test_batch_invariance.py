@@ -4,6 +4,7 @@ Each request runs alone, one row per step, without a prefix cache. Then an engin
 together, in random order and arrivals, in chunks, with prefix hits and, where pages are few, with preemptions.
 """
 
+import contextlib
 import random
 from dataclasses import replace
 from functools import cache
@@ -149,13 +150,26 @@ def said(sequence):
     return sequence.tokens, sequence.logprobs
 
 
+@contextlib.contextmanager
+def compiled(*, quickly):
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def optimised():
     """Compiles as users do, where the place of a row in a loop may decide its bits."""
-    quick = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", quick)
+    with compiled(quickly=False):
+        yield
+
+
+@pytest.fixture
+def unoptimised():
+    """Compiles without LLVM's optimisations in `make test-all` too; only an engine asks for few of them by itself."""
+    with compiled(quickly=True):
+        yield
 
 
 def test_equal_rows_have_equal_bits_in_programs_that_are_compiled_for_speed(optimised):
@@ -260,7 +274,7 @@ def test_latents_are_not_expanded_under_the_fixed_order():
         pytest.param(SPARSE, id="sparse"),
     ],
 )
-def test_a_text_in_one_step_has_the_bits_of_decode_steps_without_an_engine(latent):
+def test_a_text_in_one_step_has_the_bits_of_decode_steps_without_an_engine(latent, unoptimised):
     """A step over whole texts is fresh, but latents are not expanded; `SPARSE` chooses all of so few tokens."""
     model, params = latent_model(latent)
     invariant = replace(model, batch_invariant=True)
