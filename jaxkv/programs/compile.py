@@ -42,7 +42,7 @@ _OPTIONS_OF_SEVERAL_DEVICES = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
 # From JAX 0.12 on an element's bits depended on its place in a loop on an x86 CPU: the first three of four equal rows
 # differed from the last one. Without fused multiply-adds (`xla_cpu_max_isa=AVX`) or at this level they do not; LLVM
 # seems to contract products and sums in vectorised loops and not in what is left of them.
-_FIXED_ORDER_ON_CPU = {"xla_backend_optimization_level": 1}
+_EQUAL_ROWS_ON_CPU = {"xla_backend_optimization_level": 1}
 
 # Not "cpu": XLA may serialise a CPU program without some of its functions. CPU programs lower fast, and JAX's own cache
 # stores them.
@@ -99,7 +99,7 @@ class Build:
         self._options = {
             **_COMPILER_OPTIONS,
             **(_OPTIONS_OF_SEVERAL_DEVICES if len(devices) != 1 else {}),
-            **(_FIXED_ORDER_ON_CPU if lowering.has_fixed_order and on_cpu else {}),
+            **(_EQUAL_ROWS_ON_CPU if lowering.has_equal_rows and on_cpu else {}),
             **(lowering.compiler_options or {}),
         }
         self.traced = trace(name, lowering)

@@ -31,14 +31,14 @@ class Lowering:
         arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; only their shapes, dtypes and shardings are read.
         cache_argument: position of the cache, which calls donate; `None` if there is none.
         compiler_options: XLA options for this program alone.
-        has_fixed_order: its sums have a fixed order, which the compiler must not change (`pallas_kernels.fixed_order`).
+        has_equal_rows: the bits of a row must not depend on its place among the rows.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     cache_argument: int | None = 1
     compiler_options: Mapping[str, bool | int | str] | None = None
-    has_fixed_order: bool = False
+    has_equal_rows: bool = False
 
     def without_arrays(self) -> "Lowering":
         """Returns it with the types of its arguments in their place, so that it keeps no memory.

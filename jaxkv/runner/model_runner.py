@@ -421,4 +421,4 @@ class ModelRunner:
         return [self.program(spec) for spec in builds]
 
     def _lowering(self, spec: ProgramSpec) -> Lowering:
-        return replace(spec.lowering(self), has_fixed_order=self.model.batch_invariant)
+        return replace(spec.lowering(self), has_equal_rows=self.model.batch_invariant)
