@@ -429,7 +429,7 @@ def a_row_keeps_its_first_mask(patch):
         def late(constraint, computed, generated):
             before = constraint.mask
             taken = take(constraint, computed, generated)
-            constraint.mask = before if before.size else constraint.mask
+            constraint.mask = before if before.any() else constraint.mask
             return taken
 
         return late
