@@ -231,7 +231,7 @@ def test_a_failed_engine_tells_everybody(llm, monkeypatch):
 def test_an_engine_that_fails_while_it_accepts_requests_tells_them_too(llm, monkeypatch):
     """The one that it was accepting, those that were queued with it or later, and those that run.
 
-    That aborts fail then, too, keeps nobody from hearing of it.
+    All of them are told although their aborts fail too.
     """
     add, abort = llm.engine.add, llm.engine.abort
 

@@ -60,11 +60,13 @@ class Served:
     load_format: str = "auto"
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for an unknown shape, and for both a shape and a directory."""
+        """Raises `ValueError` for an unknown shape, and for a shape with a directory or `load_format`."""
         if self.shape is not None and self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {self.shape!r}")
         if self.shape is not None and (self.model is not None or self.revision is not None):
             raise ValueError("give a shape with random weights or a model, not both")
+        if self.shape is not None and self.load_format != "auto":
+            raise ValueError("a shape has random weights; load_format is for a model")
 
     @property
     def name(self) -> str:

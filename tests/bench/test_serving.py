@@ -84,7 +84,11 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_begins():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"shape": "gpt-5"}, "shape must be one of"), ({"model": "some/dir"}, "not both")],
+    [
+        ({"shape": "gpt-5"}, "shape must be one of"),
+        ({"model": "some/dir"}, "not both"),
+        ({"load_format": "dummy"}, "has random weights"),
+    ],
 )
 def test_what_cannot_be_served_is_refused_by_name(wrong, message):
     with pytest.raises(ValueError, match=message):
