@@ -113,6 +113,8 @@ class CommandLoop:
             if not self._engine.has_work:
                 # An abort has ended the work that they waited for, so there is no next step.
                 self._run_later()
+                if self._commands.empty():
+                    self._engine.check_if_idle()
             if inlet is not None:
                 inlet.receive(wait=not self._engine.has_work and self._commands.empty())
             try:

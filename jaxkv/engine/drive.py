@@ -114,6 +114,8 @@ def serve_stream(lock: EngineLock, engine: Engine, request: Request) -> Generato
                 raise sample.error
             yield piece
             if piece.finish_reason is not None:
+                with lock.held():
+                    engine.check_if_idle()
                 return
     finally:
         lock.defer(lambda: engine.abort(sample))

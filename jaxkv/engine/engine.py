@@ -351,7 +351,6 @@ class Engine:
             OutOfPages, OutOfStates: no request runs, and the first waiting one cannot get its pages because other users
                 of the cache hold them.
             CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
-            CorruptBooks: the idle check found records of pages or states that contradict each other.
             RuntimeError: another thread is inside `step`.
         """
         if not self._stepping.acquire(blocking=False):
@@ -376,17 +375,30 @@ class Engine:
             self._stepping.release()
         if not progressed and self.scheduler.shortage is not None:
             raise self.scheduler.shortage
-        if self.config.idle_checks and not (self.scheduler.waiting or self.scheduler.running):
+
+    def check_if_idle(self) -> None:
+        """Checks the records of pages and states if no request is left and a check is due.
+
+        Callers have handed over all results before, which must not wait for the check.
+
+        Raises:
+            CorruptBooks: two records contradict each other.
+        """
+        is_idle = not (self.asleep or self.scheduler.waiting or self.scheduler.running)
+        if self.config.idle_checks and is_idle:
             self._idle_check.run_if_due()
 
     def run(
         self, sequences: Sequence[RequestState], after_step: Callable[[], None] | None = None
     ) -> None:
-        """Steps until all of these requests have ended; aborts them on an exception.
+        """Steps until all of these requests have ended, and checks an idle engine; aborts them on an exception.
 
         Args:
             sequences: the requests.
             after_step: called after each step.
+
+        Raises:
+            CorruptBooks: see `check_if_idle`; the other errors are those of `step`.
         """
         left = deque(sequences)
         try:
@@ -397,6 +409,7 @@ class Engine:
                 self.step()
                 if after_step is not None:
                     after_step()
+            self.check_if_idle()
         finally:
             for sequence in sequences:
                 self.abort(sequence)

@@ -16,7 +16,7 @@ class FakeEngine(Engine):
     """An engine with a number of steps to do; each calls `within`."""
 
     def __init__(self, within):
-        self.left = 0
+        self.left, self.checks = 0, 0
         self.runner = SimpleNamespace(programs=self)
         self._within = within
 
@@ -32,6 +32,9 @@ class FakeEngine(Engine):
     def step(self):
         self.left -= 1
         self._within(self)
+
+    def check_if_idle(self):
+        self.checks += 1
 
 
 def loop_of(within):
@@ -163,6 +166,16 @@ def test_what_waited_for_a_step_at_the_end_is_run_then_for_a_caller_to_be_told()
     assert not seen
     loop.run_left()
     assert seen == ["later"]
+
+
+def test_books_are_checked_when_results_are_read_and_no_work_is_left():
+    """So neither the last tokens nor a command that has come wait for the check."""
+    engine, seen = FakeEngine(lambda engine: None), []
+    loop = CommandLoop(engine, EngineLock(), lambda: seen.append(engine.checks))
+    engine.check_if_idle = lambda: (seen.append("check"), loop.end())
+    loop.put(lambda: give(engine, 2))
+    loop.run()
+    assert seen == [0, 0, "check"]
 
 
 class Inlet:

@@ -4,11 +4,15 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from jaxkv.cache.kept_pages.keys import PageKey, page_key
 
 _REMEMBERED = 4096
 """Number of latest evictions whose tick is recorded, for `explain`."""
+
+_HASHED = 1024
+"""Most keys that one check computes anew, which takes longer than all else of it."""
 
 ENDED, HIT = 1, 2
 """Marks of pages in a prefix's tail: the pages that the window sees at its end. Tails are evicted after other pages.
@@ -58,6 +62,8 @@ class PrefixTree:
         # Heap of the ranks of evictable pages. It may hold outdated ranks, which `_current` skips.
         self._queue: list[Rank] = []
         self._evicted: OrderedDict[bytes, int] = OrderedDict()
+        # Place in `_nodes` at which the next check begins to compute keys.
+        self._next_hashed = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -161,14 +167,21 @@ class PrefixTree:
         return sorted(_branches(nodes, self._followers()), key=lambda node: -node.index)
 
     def check(self) -> None:
-        """Raises `ValueError` if a key contradicts its tokens, a page has two keys, or parents or heap are wrong."""
+        """Raises `ValueError` if a page has two keys, or keys, parents or heap are wrong.
+
+        Keys are compared with those of their tokens in turn: each call computes up to `_HASHED` of them.
+        """
         children = Counter(node.key.parent for node in self)
         queued = set(self._queue)
         wrong = [
             node
+            for node in self._take_hashed()
+            if page_key(node.key.parent, node.key.tokens) != node.key
+        ]
+        wrong += [
+            node
             for digest, node in self._nodes.items()
             if digest != node.key.digest
-            or page_key(node.key.parent, node.key.tokens) != node.key
             or (self._leaf_only and node.children != children[digest])
             or (self._leaf_only and node.index and node.key.parent not in self._nodes)
             or (self._may_go(node) and _rank(node) not in queued)
@@ -180,6 +193,12 @@ class PrefixTree:
             raise ValueError(
                 f"the prefix tree of {len(self)} pages is corrupt: wrong nodes {wrong}, heap in order: {ordered}"
             )
+
+    def _take_hashed(self) -> list[Node]:
+        """Returns the next pages whose keys are to be computed; after the last ones the first ones follow."""
+        start = self._next_hashed if self._next_hashed < len(self) else 0
+        self._next_hashed = start + _HASHED
+        return list(islice(self, start, self._next_hashed))
 
     def _may_go(self, node: Node) -> bool:
         return not (self._leaf_only and node.children)
