@@ -11,6 +11,8 @@ from typing import NamedTuple
 from jaxkv.cache.spec import CacheLayout
 
 _SCHEMA = "jaxkv prefix 1"
+_LENGTH = struct.Struct("<q").pack
+_TOKEN_BYTES = 4
 
 
 class PageKey(NamedTuple):
@@ -29,12 +31,15 @@ class PageKey(NamedTuple):
 
 def hash_parts(*parts: str | bytes | int | None) -> bytes:
     """Returns SHA-256 over the parts. Each part is prefixed by its type and length, so distinct lists never collide."""
-    hasher = hashlib.sha256()
+    framed = b""
     for part in parts:
-        kind = type(part).__name__[0].encode()  # s, b, i or N
-        data = part if isinstance(part, bytes) else b"" if part is None else str(part).encode()
-        hasher.update(kind + struct.pack("<q", len(data)) + data)
-    return hasher.digest()
+        if isinstance(part, bytes):
+            kind, data = b"b", part
+        else:
+            kind = type(part).__name__[0].encode()  # s, i or N
+            data = b"" if part is None else str(part).encode()
+        framed += kind + _LENGTH(len(data)) + data
+    return hashlib.sha256(framed).digest()
 
 
 def cache_root(secret: bytes, layout: CacheLayout, identity: str) -> bytes:
@@ -148,8 +153,12 @@ class PageKeys:
     def _chain(self, tokens: Sequence[int], page_size: int, count: int) -> list[PageKey]:
         """Returns the keys of all pages hashed so far, extended to at least `count` pages."""
         chain = self._chains.setdefault(page_size, [])
-        for index in range(len(chain), count):
-            parent = chain[-1].digest if chain else self.parent(tokens, page_size, 0)
-            page = encode_tokens(tokens[index * page_size : (index + 1) * page_size])
-            chain.append(page_key(parent, page))
+        if len(chain) >= count:
+            return chain
+        missing = encode_tokens(tokens[len(chain) * page_size : count * page_size])
+        parent = chain[-1].digest if chain else self.parent(tokens, page_size, 0)
+        page_bytes = page_size * _TOKEN_BYTES
+        for start in range(0, len(missing), page_bytes):
+            chain.append(page_key(parent, missing[start : start + page_bytes]))
+            parent = chain[-1].digest
         return chain
