@@ -29,7 +29,8 @@ def group_rows(
 
     Args:
         x: a row per token, of any dtype.
-        chosen: int32 groups of each token, which differ from one another; checked for concrete arrays alone.
+        chosen: int32 groups of each token, which differ from one another; checked for concrete arrays alone. Under a
+            trace a token that chooses a group twice may leave rows undefined.
         groups: number of groups.
         implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 

@@ -1,13 +1,11 @@
-"""`group_rows` on Hopper with a Mosaic GPU kernel, for few tokens: every block finds all places, and copies some rows.
+"""`group_rows` on Hopper with a Mosaic GPU kernel: each block finds the rows of a few tokens, and copies these there.
 
-A group's tokens are bits of a few words in shared memory, which all pairs of a token and a group set at once. The
-number of set bits is the group's size, and the number of those of earlier tokens a pair's place in its group.
+A block counts the pairs of each group, all of them and those before its tile. Sums of the counts are the rows of the
+tile's first pairs. Tokens of a tile follow one another, so the order is that of a stable sort. A row of x is read once
+and written for each group that its token chooses.
 """
 
-from collections.abc import Callable
 from functools import partial
-from math import ceil
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,16 +16,16 @@ from jaxtyping import Array, Int32, Shaped
 from pallas_kernels.arrays import ArrayOrStruct
 from pallas_kernels.device import NUM_MULTIPROCESSORS, why_not_mosaic
 from pallas_kernels.dispatch import check_kernel
+from pallas_kernels.group_rows.mosaic_places import Plan, find_starts, place_token
 from pallas_kernels.mosaic.jax_versions import assign
-from pallas_kernels.mosaic.per_thread import THREADS, Threads, run_threads, thread_kernel
+from pallas_kernels.mosaic.per_thread import run_threads, thread_kernel
 from pallas_kernels.mosaic.private_types import Ref
 from pallas_kernels.mosaic.rows import LOAD_BYTES, flat_pieces, load
 from pallas_kernels.mosaic.warps import WARPS
 
-MOST_TOKENS, MOST_GROUPS, MOST_ROWS = 256, 1024, 4096
-
-_BITS = 32
-"""Tokens of a word."""
+MOST_GROUPS, MOST_ROWS = 1024, 2**17
+MOST_ROW_BYTES = 2**15
+"""Most bytes of a row of x, of which a block has two in registers."""
 
 
 def why_not(x: ArrayOrStruct, chosen: ArrayOrStruct, groups: int) -> str | None:
@@ -37,12 +35,13 @@ def why_not(x: ArrayOrStruct, chosen: ArrayOrStruct, groups: int) -> str | None:
 
 def refusal(x: ArrayOrStruct, chosen: ArrayOrStruct, groups: int) -> str | None:
     """Returns why the kernel cannot be built for these sizes, or `None` if it can."""
-    (tokens, width), rows = x.shape, chosen.shape[0] * chosen.shape[1]
-    if tokens > MOST_TOKENS or rows > MOST_ROWS or groups > MOST_GROUPS:
-        limits = f"{MOST_TOKENS} tokens, {MOST_ROWS} rows and {MOST_GROUPS} groups"
-        return f"there must be at most {limits}; got {tokens}, {rows} and {groups}"
-    if x.dtype.itemsize not in (2, 4) or not width or width * x.dtype.itemsize % LOAD_BYTES:
-        return f"x must have 16 or 32 bits, and rows of a multiple of {LOAD_BYTES} bytes, got {x.dtype} [{width}]"
+    rows, itemsize = chosen.shape[0] * chosen.shape[1], x.dtype.itemsize
+    row_bytes = x.shape[1] * itemsize
+    if rows > MOST_ROWS or groups > MOST_GROUPS:
+        return f"there must be at most {MOST_ROWS} rows and {MOST_GROUPS} groups; got {rows} and {groups}"
+    if itemsize not in (2, 4) or not 0 < row_bytes <= MOST_ROW_BYTES or row_bytes % LOAD_BYTES:
+        needed = f"a multiple of {LOAD_BYTES} bytes, at most {MOST_ROW_BYTES}"
+        return f"x must have 16 or 32 bits, and rows of {needed}, got {x.dtype} [{x.shape[1]}]"
     return None
 
 
@@ -69,27 +68,26 @@ def group_rows(
     """
     check_kernel(refusal(x, chosen, groups))
     tokens, count = chosen.shape
-    rows, width = tokens * count, x.shape[1]
-    blocks = min(rows, blocks)
-    words = ceil(tokens / _BITS)
-    code = partial(_find_places, pairs=rows, count=count, groups=groups, words=words)
+    plan = Plan.of(tokens, count, groups, blocks)
     found, row_groups, places, sizes = thread_kernel(
-        partial(_run_block, code, blocks, interpret),
+        partial(_run_block, plan, interpret),
         [
-            jax.ShapeDtypeStruct((rows, width), x.dtype),
-            *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (rows, rows, groups)),
+            jax.ShapeDtypeStruct((plan.pairs, x.shape[1]), x.dtype),
+            *(
+                jax.ShapeDtypeStruct((size,), jnp.int32)
+                for size in (plan.pairs, plan.pairs, groups)
+            ),
         ],
         name="group_rows",
-        blocks=blocks,
-        scratch=(*map(_whole, (groups * words, groups, rows)), WARPS),
+        blocks=plan.blocks,
+        scratch=(*plan.scratch, WARPS),
         interpret=interpret,
     )(x, chosen.reshape(-1))
     return found, row_groups, places.reshape(tokens, count), sizes
 
 
 def _run_block(
-    code: Callable[..., None],
-    blocks: int,
+    plan: Plan,
     interpret: bool,
     x: Ref,
     chosen: Ref,
@@ -97,129 +95,39 @@ def _run_block(
     row_groups: Ref,
     places: Ref,
     sizes: Ref,
-    *scratch: Ref,
-) -> None:
-    """Finds all places, then copies the rows block, block + blocks, ..."""
-    (rows, width), block, row_tokens = out.shape, lax.axis_index("block"), scratch[2]
-    run_threads(code, (chosen, row_groups, places, sizes, *scratch), block, interpret=interpret)
-
-    def copy(turn: Array, carry: None) -> None:
-        row = block + turn * blocks
-        token = row_tokens[row]
-        for piece in flat_pieces(width, jnp.dtype(x.dtype).itemsize):
-            span = pl.ds(piece.start, piece.size)
-            assign(out, (row, span), load(x.at[token, span], piece.layout))
-        return carry
-
-    turns = lax.div(rows - block + (blocks - 1), jnp.int32(blocks))
-    lax.fori_loop(jnp.int32(0), turns, copy, None)
-
-
-def _whole(size: int) -> int:
-    """Returns the next multiple of the number of threads, for an array that all threads store to in step."""
-    return ceil(size / THREADS) * THREADS
-
-
-def _find_places(
-    threads: Threads,
-    chosen: Ref,
-    row_groups: Ref,
-    places: Ref,
-    sizes: Ref,
-    members: Ref,
-    starts: Ref,
-    row_tokens: Ref,
+    counts: Ref,
+    rows: Ref,
     sums: Ref,
-    block: Any,  # noqa: ANN401 - a word
-    *,
-    pairs: int,
-    count: int,
-    groups: int,
-    words: int,
 ) -> None:
-    """Finds the row of each pair of a token and a group; the first block writes what is found.
+    """Finds and copies the block's share of the rows of a tile's tokens.
 
-    Args:
-        threads: the block's threads.
-        chosen: the group of each pair, in the order of tokens.
-        row_groups: the group of each row, written.
-        places: the row of each pair, written.
-        sizes: rows of each group, written.
-        members: words of each group, with a bit for each of its tokens.
-        starts: the first row of each group.
-        row_tokens: the token of each row.
-        sums: a number per warp.
-        block: the block's number.
-        pairs: number of pairs.
-        count: groups that a token chooses.
-        groups: number of groups.
-        words: words of a group.
+    A token's row of x is loaded while the rows of the token before are stored, the first one while pairs are counted.
     """
-    own = _mark_members(
-        threads, chosen, members, row_tokens, pairs=pairs, count=count, groups=groups, words=words
-    )
-    writes = block == 0
-    counts, total = [], threads.number * 0
-    each = ceil(groups / THREADS)
-    for part in range(each):
-        group = threads.number * each + part
-        at, size = threads.least(group, groups - 1) * words, threads.number * 0
-        for word in range(words):
-            size = size + threads.ones(threads.load(members, at + word))
-        counts.append((group, threads.select(group < groups, size, 0)))
-        total = total + counts[-1][1]
-    start = threads.running_sum(total, sums) - total
-    for group, size in counts:
-        threads.store(starts, group, start)
-        threads.store(sizes, group, size, where=writes & (group < groups))
-        start = start + size
-    threads.sync()
-    for pair, is_pair, token, group in own:
-        place = threads.load(starts, group)
-        earlier = (1 << (token % _BITS)) - 1
-        for word in range(words):
-            bits = threads.load(members, group * words + word)
-            own_word = threads.select(token // _BITS == word, bits & earlier, 0)
-            place = place + threads.ones(threads.select(token // _BITS > word, bits, own_word))
-        # Threads without a pair write behind all rows.
-        place = threads.select(is_pair, place, pair)
-        threads.store(row_tokens, place, token)
-        threads.store(row_groups, place, group, where=writes & is_pair)
-        threads.store(places, pair, place, where=writes & is_pair)
-    threads.sync()
+    block = lax.axis_index("block")
+    first = lax.div(block, jnp.int32(plan.shares)) * plan.tile
+    share = lax.rem(block, jnp.int32(plan.shares))
+    turns = jnp.minimum(plan.tile, plan.tokens - first)
+    pieces = flat_pieces(x.shape[1], jnp.dtype(x.dtype).itemsize)
+    run = partial(run_threads, interpret=interpret)
 
+    def load_row(token: Array) -> list[Array]:
+        return [load(x.at[token, pl.ds(piece.start, piece.size)], piece.layout) for piece in pieces]
 
-def _mark_members(
-    threads: Threads,
-    chosen: Ref,
-    members: Ref,
-    row_tokens: Ref,
-    *,
-    pairs: int,
-    count: int,
-    groups: int,
-    words: int,
-) -> list[tuple[Any, Any, Any, Any]]:
-    """Sets the bits of each group's tokens; the arguments are those of `_find_places`.
+    def copy_token(turn: Array, row: list[Array]) -> list[Array]:
+        place = partial(place_token, plan=plan)
+        run(place, (row_groups, places, counts, rows), first, share, turn)
+        following = load_row(first + jnp.minimum(turn + 1, turns - 1))
 
-    Returns:
-        For each of the thread's pairs its number, whether there is such a pair, its token and its group.
-    """
-    for part in range(ceil(groups * words / THREADS)):
-        threads.store(members, threads.number + part * THREADS, 0)
-    # Rows that no pair has, as when a token chooses a group twice, are those of the first token.
-    for part in range(ceil(pairs / THREADS)):
-        threads.store(row_tokens, threads.number + part * THREADS, 0)
-    threads.sync()
-    own = []
-    for part in range(ceil(pairs / THREADS)):
-        pair = threads.number + part * THREADS
-        is_pair, token = pair < pairs, pair // count
-        group = threads.load(chosen, threads.least(pair, pairs - 1))
-        # A group that is not there would be written out of bounds.
-        group = threads.most(threads.least(group, groups - 1), 0)
-        bit = threads.select(is_pair, 1 << (token % _BITS), 0)
-        threads.set_bits(members, group * words + threads.least(token // _BITS, words - 1), bit)
-        own.append((pair, is_pair, token, group))
-    threads.sync()
-    return own
+        def copy(part: Array, carry: None) -> None:
+            target = rows[turn * plan.count + share + part * plan.shares]
+            for piece, numbers in zip(pieces, row, strict=True):
+                assign(out, (target, pl.ds(piece.start, piece.size)), numbers)
+            return carry
+
+        copies = lax.div(plan.count - share + (plan.shares - 1), jnp.int32(plan.shares))
+        lax.fori_loop(jnp.int32(0), copies, copy, None)
+        return following
+
+    row = load_row(first)
+    run(partial(find_starts, plan=plan), (chosen, sizes, counts, rows, sums), first, share)
+    lax.fori_loop(jnp.int32(0), turns, copy_token, row)

@@ -185,10 +185,6 @@ class Threads(ABC):
         """Returns `one` where the condition holds, and `other` elsewhere."""
 
     @abstractmethod
-    def ones(self, word: Any) -> Any:  # noqa: ANN401 - a word
-        """Returns the number of set bits."""
-
-    @abstractmethod
     def load(self, ref: Ref, place: Any) -> Any:  # noqa: ANN401 - a word
         """Returns the bits at a place, which must be in bounds."""
 
@@ -298,8 +294,8 @@ class Threads(ABC):
         """Returns the sum of the numbers of `count` adjacent lanes, a power of two, the same bits in each of them."""
 
     @abstractmethod
-    def set_bits(self, ref: Ref, place: Any, bits: Any) -> None:  # noqa: ANN401 - words
-        """Sets bits of a word in shared memory at once, whichever other threads set there."""
+    def add(self, ref: Ref, place: Any, amount: int) -> None:  # noqa: ANN401 - a word
+        """Adds to a word in shared memory at once, whatever other threads add there."""
 
     @abstractmethod
     def most_of_warp(self, word: Any) -> Any:  # noqa: ANN401 - a word
@@ -444,9 +440,6 @@ class _Emitted(Threads):
     def select(self, condition: Word, one: Word | int, other: Word | int) -> Word:
         return Word(arith.select(condition.value, _value(one), _value(other)))
 
-    def ones(self, word: Word) -> Word:
-        return _assembled("popc.b32 $0, $1;", word)
-
     def load(self, ref: Value, place: Word) -> Word:
         return Word(llvm.load(i32(), _address(ref, place)))
 
@@ -543,12 +536,12 @@ class _Emitted(Threads):
             number = _assembled(_ADD_OTHER.format(distance=distance, lanes=_ALL_LANES), number)
         return number
 
-    def set_bits(self, ref: Value, place: Word, bits: Word) -> None:
+    def add(self, ref: Value, place: Word, amount: int) -> None:
         address = llvm.ptrtoint(i32(), _address(ref, place))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [address, bits.value],
-            "red.shared.or.b32 [$0], $1;",
+            [address, constant(amount)],
+            "red.shared.add.u32 [$0], $1;",
             "r,r,~{memory}",
             has_side_effects=True,
         )
@@ -648,9 +641,6 @@ class _Interpreted(Threads):
     def select(self, condition: Array, one: Array | int, other: Array | int) -> Array:
         return jnp.where(condition, jnp.asarray(one, jnp.int32), jnp.asarray(other, jnp.int32))
 
-    def ones(self, word: Array) -> Array:
-        return lax.population_count(word)
-
     def load(self, ref: Ref, place: Array) -> Array:
         return lax.bitcast_convert_type(ref[...][place], jnp.int32)
 
@@ -723,12 +713,12 @@ class _Interpreted(Threads):
         totals = jnp.sum(_float(number).reshape(-1, count), axis=1)
         return _bits(jnp.repeat(totals, count))
 
-    def set_bits(self, ref: Ref, place: Array, bits: Array) -> None:
-        def set_one(thread: Array, carry: None) -> None:
-            assign(ref, place[thread], ref[place[thread]] | bits[thread])
+    def add(self, ref: Ref, place: Array, amount: int) -> None:
+        def add_one(thread: Array, carry: None) -> None:
+            assign(ref, place[thread], ref[place[thread]] + amount)
             return carry
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), set_one, None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(THREADS), add_one, None)
 
     def most_of_warp(self, word: Array) -> Array:
         return jnp.repeat(jnp.max(word.reshape(WARPS, LANES), axis=1), LANES)

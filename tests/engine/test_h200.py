@@ -127,11 +127,10 @@ KERNELS = {
     # Hidden states are written to their pages by a fusion of XLA's.
     **dict.fromkeys(KEEPING, 6 + 1),
     "windows_gemma_decode": 13,
-    # The experts of each of two layers: the choice, the rows, the visits, which few tokens need.
+    # The experts of each of two layers: the choice, the rows, the visits.
     "windows_gpt_oss_decode": 13 + 2 * 3,
     "windows_gemma_prefill": 5,
-    # XLA sorts the rows of many tokens.
-    "windows_gpt_oss_prefill": 9 + 2 * 2,
+    "windows_gpt_oss_prefill": 9 + 2 * 3,
 }
 UNIT = LAYERS * 2 * 64 * 4 * 128 * 2
 """Bytes of one page over all layers."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels import group_rows
 from pallas_kernels.dispatch import Unsupported, fallbacks
 from pallas_kernels.group_rows import mosaic_gpu
+from pallas_kernels.group_rows.mosaic_places import Plan, find_starts, place_token
 from tests.pallas_kernels.contract import implementations
 from tests.pallas_kernels.mosaic.numpy_threads import NumpyThreads, Race, without_barrier
 
@@ -21,6 +22,16 @@ SIZES = (
     (256, 16, 1024, 64),
     (33, 4, 32, 2880),
     (5, 3, 7, 24),
+)
+# Tiles of several tokens, of which the last one has fewer, and all of one group.
+PROMPTS = (
+    (512, 10, 512, 2048),
+    (517, 4, 32, 2880),
+    (2048, 8, 128, 256),
+    (8192, 8, 128, 64),
+    (5000, 1, 1, 64),
+    (140, 512, 512, 64),
+    (150, 16, 1024, 8184),
 )
 
 
@@ -50,7 +61,10 @@ def assert_same(found, wanted):
 
 @implementations("xla", "mosaic_gpu")
 @pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
-@pytest.mark.parametrize(("tokens", "count", "groups", "width"), SIZES)
+@pytest.mark.parametrize(
+    ("tokens", "count", "groups", "width"),
+    [*SIZES, *(pytest.param(*sizes, marks=pytest.mark.gpu) for sizes in PROMPTS)],
+)
 def test_rows_are_those_of_each_group_in_the_order_of_tokens(
     implementation, tokens, count, groups, width, alike
 ):
@@ -62,83 +76,132 @@ def test_rows_are_those_of_each_group_in_the_order_of_tokens(
         assert_same(found, by_hand(np.asarray(x), chosen, groups))
 
 
-def in_numpy(chosen, groups, blocks=2, threads=NumpyThreads):
-    """Runs the kernel's code for some of its blocks; returns all but the rows, and the token of each row."""
-    tokens, count = chosen.shape
-    pairs, words = tokens * count, -(-tokens // 32)
-    row_groups, places = np.full(pairs, -1, np.int32), np.full(pairs, -1, np.int32)
+def in_numpy(chosen, groups, *, blocks=2, numbers=None, threads=NumpyThreads):
+    """Runs the kernel's code for `blocks` blocks or those of `numbers`; returns all but the rows, and their tokens."""
+    plan = Plan.of(*chosen.shape, groups, blocks)
+    row_tokens, row_groups, places = (np.full(plan.pairs, -1, np.int32) for _ in range(3))
     sizes = np.full(groups, -1, np.int32)
-    for block in range(blocks):
-        shared = (groups * words, groups, pairs)
-        scratch = [np.full(mosaic_gpu._whole(size), -7, np.int32) for size in shared]
-        scratch.append(np.full(4, -7, np.int32))
-        mosaic_gpu._find_places(
-            threads(),
-            chosen.reshape(-1),
-            row_groups,
-            places,
-            sizes,
-            *scratch,
-            np.full(128, block, np.int32),
-            pairs=pairs,
-            count=count,
-            groups=groups,
-            words=words,
-        )
-    return scratch[2][:pairs], row_groups, places.reshape(chosen.shape), sizes
+    for block in range(plan.blocks) if numbers is None else numbers:
+        run, words = threads(), [np.full(128, at, np.int32) for at in divmod(block, plan.shares)]
+        first, share = words[0] * plan.tile, words[1]
+        counts, rows, sums = (np.full(size, -7, np.int32) for size in (*plan.scratch, 4))
+        find_starts(run, chosen.reshape(-1), sizes, counts, rows, sums, first, share, plan=plan)
+        for turn in range(min(plan.tile, plan.tokens - first[0])):
+            turns = np.full(128, turn, np.int32)
+            place_token(run, row_groups, places, counts, rows, first, share, turns, plan=plan)
+            for choice in range(share[0], plan.count, plan.shares):
+                # All threads copy each row.
+                [row] = set(run.load(rows, turns * plan.count + choice))
+                row_tokens[row] = first[0] + turn
+    return row_tokens, row_groups, places.reshape(chosen.shape), sizes
 
 
 @pytest.mark.parametrize(
-    ("tokens", "count", "groups"),
-    [(256, 16, 1024), (1, 1, 1), (4, 1024, 1024), (256, 1, 1), (33, 4, 129)],
+    ("tokens", "count", "groups", "blocks"),
+    [
+        (256, 16, 1024, 132),
+        (1, 1, 1, 132),
+        (3, 1024, 1024, 2),
+        (256, 1, 1, 132),
+        (33, 4, 129, 5),
+        (1, 10, 512, 132),
+        (514, 8, 512, 5),
+    ],
 )
-def test_the_kernels_code_finds_the_places_at_the_limits_of_its_sizes(tokens, count, groups):
+def test_the_kernels_code_finds_the_places_at_the_limits_of_its_sizes(
+    tokens, count, groups, blocks
+):
     chosen = drawn(tokens, count, groups)
-    row_tokens, row_groups, places, sizes = in_numpy(chosen, groups)
+    row_tokens, *found = in_numpy(chosen, groups, blocks=blocks)
     x = np.arange(tokens)[:, None]
-    assert_same((row_tokens[:, None], row_groups, places, sizes), by_hand(x, chosen, groups))
+    assert_same((row_tokens[:, None], *found), by_hand(x, chosen, groups))
 
 
-@pytest.mark.parametrize("left_out", [0, 1, 2, 4])
+@pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
+def test_the_kernels_code_finds_the_places_of_a_prompt(alike):
+    """Of its first tile, of one amid it, and of the last one, which has fewer tokens."""
+    chosen, groups = drawn(8192, 8, 128, alike=alike), 128
+    plan = Plan.of(8192, 8, groups, 132)
+    last = plan.blocks - 1
+    row_tokens, row_groups, places, sizes = in_numpy(
+        chosen, groups, blocks=132, numbers=(0, 77, last)
+    )
+    x = np.arange(8192)[:, None]
+    wanted_tokens, wanted_groups, wanted_places, wanted_sizes = by_hand(x, chosen, groups)
+    np.testing.assert_array_equal(sizes, wanted_sizes)
+    assert 0 < 8192 - last * plan.tile < plan.tile
+    for first in (0, 77 * plan.tile, last * plan.tile):
+        tile = slice(first, first + plan.tile)
+        np.testing.assert_array_equal(places[tile], wanted_places[tile])
+        rows = places[tile].reshape(-1)
+        np.testing.assert_array_equal(row_tokens[rows], wanted_tokens[rows, 0])
+        np.testing.assert_array_equal(row_groups[rows], wanted_groups[rows])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "tile", "shares"),
+    [
+        (1, 10, 1, 10),
+        (8, 10, 1, 10),
+        (64, 10, 1, 2),
+        (64, 1, 1, 1),
+        (133, 9, 2, 1),
+        (8192, 8, 63, 1),
+    ],
+)
+def test_blocks_share_the_rows_of_a_few_tokens_and_have_tiles_of_many(tokens, count, tile, shares):
+    plan = Plan.of(tokens, count, 512, 132)
+    assert (plan.tile, plan.shares) == (tile, shares)
+    assert plan.blocks <= 132
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2, 4, 5, 6])
 def test_a_barrier_that_is_left_out_is_a_race(left_out):
-    """Number 3 frees the table of sums for a next one, number 5 is that behind which the rows are copied."""
+    """Number 3 frees the table of sums for a next one; number 5 is that behind the first token."""
     with pytest.raises(Race):
         in_numpy(drawn(128, 32, 129), 129, threads=without_barrier(left_out))
 
 
-def test_choices_that_are_not_allowed_leave_no_row_without_a_token():
-    """Under a trace they are not checked. Rows are then those of some token, and nothing is read out of bounds."""
+def test_choices_that_are_not_allowed_are_neither_read_nor_written_out_of_bounds():
+    """Under a trace they are not checked. A group that is not there counts as the nearest one that is."""
 
     class Lenient(NumpyThreads):
-        # Two pairs store to one row, each its own token.
+        # Two pairs have one row.
         refuses_races = False
 
     chosen = np.asarray([[0, 1, 9], [-3, 1, 2]], np.int32)
-    chosen = np.concatenate([chosen, chosen[:, :1]], axis=1)
-    row_tokens, _, _, sizes = in_numpy(chosen, 4, threads=Lenient)
-    assert set(row_tokens) <= {0, 1}
-    assert sizes.sum() <= chosen.size
+    assert_same(in_numpy(chosen, 4), in_numpy(np.clip(chosen, 0, 3), 4))
+    twice = np.concatenate([chosen, chosen[:, :1]], axis=1)
+    _, _, places, sizes = in_numpy(twice, 4, threads=Lenient)
+    assert ((places >= 0) & (places < twice.size)).all()
+    assert sizes.sum() == twice.size
 
 
 @given(st.data())
 def test_the_kernels_code_finds_the_places_of_any_choices(data):
-    """Of one word of tokens or several, with one group per thread or several."""
+    """With blocks that share tokens or have several, and with one group per thread or several."""
     tokens, groups = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 300))
     count = data.draw(st.integers(1, min(groups, 9)))
+    blocks = data.draw(st.integers(1, 9))
     alike, seed = data.draw(st.booleans()), data.draw(st.integers(0, 9))
     draw = np.random.default_rng(seed)
     chosen = np.stack([draw.permutation(groups)[:count] for _ in range(tokens)]).astype(np.int32)
     chosen = chosen[:1].repeat(tokens, axis=0) if alike else chosen
-    row_tokens, row_groups, places, sizes = in_numpy(chosen, groups)
+    row_tokens, *found = in_numpy(chosen, groups, blocks=blocks)
     x = np.arange(tokens)[:, None]
-    assert_same((row_tokens[:, None], row_groups, places, sizes), by_hand(x, chosen, groups))
+    assert_same((row_tokens[:, None], *found), by_hand(x, chosen, groups))
 
 
-def test_interpreted_the_kernel_copies_the_rows_without_a_race(races):
-    chosen = drawn(7, 2, 5)
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(7, 24)), jnp.bfloat16)
-    found = mosaic_gpu.group_rows(x, jnp.asarray(chosen), groups=5, blocks=2, interpret=True)
-    assert_same(found, by_hand(np.asarray(x), chosen, 5))
+@pytest.mark.parametrize(
+    ("tokens", "count", "groups"),
+    [(3, 2, 5), (1, 3, 4)],
+    ids=["tiles of two tokens and of one", "a token that two blocks share"],
+)
+def test_interpreted_the_kernel_copies_the_rows_without_a_race(tokens, count, groups, races):
+    chosen = drawn(tokens, count, groups)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, 24)), jnp.bfloat16)
+    found = mosaic_gpu.group_rows(x, jnp.asarray(chosen), groups=groups, blocks=2, interpret=True)
+    assert_same(found, by_hand(np.asarray(x), chosen, groups))
     assert not races()
 
 
@@ -169,7 +232,8 @@ def test_sizes_that_the_kernel_does_not_take_are_no_fallback(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
     before = dict(fallbacks())
     for tokens, count, groups, width in (
-        (257, 1, 8, 64),
+        (2**17 + 1, 1, 8, 64),
+        (2, 2, 8, 2**14 + 8),
         (2, 2, 2000, 64),
         (2, 2, 8, 3),
     ):

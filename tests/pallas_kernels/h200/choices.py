@@ -77,6 +77,6 @@ def programs():
         ),
         "row_topk and group_rows, most": (
             partial(route, 16),
-            (array("bfloat16", 256, 7168), array("float32", 256, 1024)),
+            (array("bfloat16", 8192, 16376), array("float32", 8192, 1024)),
         ),
     }

@@ -33,13 +33,13 @@ class _Uses:
     array: np.ndarray
     writers: np.ndarray = field(init=False)
     readers: np.ndarray = field(init=False)
-    setters: np.ndarray = field(init=False)
+    adders: np.ndarray = field(init=False)
 
     def __post_init__(self):
         self.forget()
 
     def forget(self):
-        self.writers, self.readers, self.setters = (
+        self.writers, self.readers, self.adders = (
             np.full(self.array.size, _NONE) for _ in range(3)
         )
 
@@ -47,8 +47,8 @@ class _Uses:
         """Adds threads to the users of places, and refuses what races with others; `alone` if no two may share one."""
         if alone and len(set(place)) < len(place):
             raise Race("two threads store to one element")
-        others = {"writers", "readers", "setters"} - ({users} if not alone else set())
-        for name in others if users != "readers" else {"writers", "setters"}:
+        others = {"writers", "readers", "adders"} - ({users} if not alone else set())
+        for name in others if users != "readers" else {"writers", "adders"}:
             found = getattr(self, name)[place]
             if ((found != _NONE) & (found != thread)).any():
                 raise Race(f"an element has {name} beside its {users}")
@@ -82,9 +82,6 @@ class NumpyThreads(Threads):
 
     def select(self, condition, one, other):
         return np.where(condition, np.int32(one), np.int32(other))
-
-    def ones(self, word):
-        return np.bitwise_count(word.view(np.uint32)).astype(np.int32)
 
     def load(self, ref, place):
         self._note(ref, "readers", place, self.number)
@@ -172,9 +169,9 @@ class NumpyThreads(Threads):
         totals = number.view(np.float32).reshape(-1, count).sum(axis=1)
         return np.repeat(totals, count).view(np.int32)
 
-    def set_bits(self, ref, place, bits):
-        self._note(ref, "setters", place, self.number)
-        np.bitwise_or.at(ref, place, bits)
+    def add(self, ref, place, amount):
+        self._note(ref, "adders", place, self.number)
+        np.add.at(ref, place, np.int32(amount))
 
     def most_of_warp(self, word):
         return np.repeat(word.reshape(WARPS, LANES).max(axis=1), LANES)
