@@ -81,6 +81,7 @@ def group_rows(
         name="group_rows",
         blocks=plan.blocks,
         scratch=(*plan.scratch, WARPS),
+        is_alone=True,
         interpret=interpret,
     )(x, chosen.reshape(-1))
     return found, row_groups, places.reshape(tokens, count), sizes

@@ -11,6 +11,7 @@ writes.
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -18,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.device import SHARED_BYTES
 from pallas_kernels.mosaic.dialects import (
     Value,
     arith,
@@ -64,6 +66,8 @@ MOST_PLACES = 2**31 - 1
 MEMBERS, LINES = 4, LANES // 4
 """Lanes that share a row of `Threads.tile_product`'s left operand, and such groups of lanes."""
 
+# Words of half of a multiprocessor's shared memory, of which each block takes some more.
+_MORE_THAN_HALF = SHARED_BYTES // 2 // 4
 _ALL_LANES = "0xffffffff"
 # Operands: $0 the sum, $1 this lane's number. Lanes that have no lower neighbour at this distance keep theirs.
 _ADD_LOWER = """{{
@@ -90,6 +94,7 @@ def thread_kernel(
     blocks: int,
     scratch: Sequence[int] = (),
     warpgroups: int = 1,
+    is_alone: bool = False,
     interpret: bool,
 ) -> Callable[..., Any]:
     """Returns the launch of a kernel whose blocks are those of the axis "block".
@@ -101,8 +106,12 @@ def thread_kernel(
         blocks: number of blocks.
         scratch: sizes of arrays of int32 in shared memory, which follow the results among the body's references.
         warpgroups: of a block; the interpreter runs one.
+        is_alone: whether a multiprocessor runs one block at a time, for which each takes more than half of its shared
+            memory. Blocks that start while the previous kernel ends are not spread evenly otherwise.
         interpret: whether the interpreter runs the kernel.
     """
+    if is_alone and not interpret:
+        scratch, body = (*scratch, _MORE_THAN_HALF), partial(_run_without_last, body)
     return mosaic_kernel(
         body,
         out_type=out_type,
@@ -115,6 +124,10 @@ def thread_kernel(
         interpret=interpret,
         kernel_name=name,
     )
+
+
+def _run_without_last(body: Callable[..., None], *refs: Ref) -> None:
+    body(*refs[:-1])
 
 
 def run_block(code: Callable[..., None], *refs: Ref, takes_block: bool, interpret: bool) -> None:
