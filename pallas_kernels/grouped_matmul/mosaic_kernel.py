@@ -199,7 +199,7 @@ class Block:
             staged = self.refs["staged"].at[warpgroup]
             if self.schedule.left == "weight":
                 place = column + warpgroup * WGMMA_ROWS
-                store_right_rows(self.refs["out"], sums, staged, first, low, high, place)
+                store_right_rows(self.refs["out"], sums, staged, first, low, high, place, STAGED)
             else:
                 own = first + warpgroup * WGMMA_ROWS
                 store_left_rows(self.refs["out"], sums, staged, own, low, high, column, STAGED)

@@ -28,22 +28,22 @@ from pallas_kernels.mosaic.jax_versions import honours_register_requests
 
 # 16-bit elements in the widest swizzle.
 PIECE = 64
-# Columns that are staged at once if rows of x are the left operand.
+# Columns of sums that are staged at once.
 STAGED = 64
 # Left operand -> padding elements after each staged row, against bank conflicts along a column.
 PADDING = {"weight": 2, "rows": 8}
 # Most columns (N) of one wgmma.
 _MOST_WIDTH = 256
 _MOST_CONSUMERS = 2
-# Of a weight in few bits whose scales multiply its numbers: at most 128 registers hold all that a consumer needs, and
-# 512 threads have as many.
+# Of a weight in few bits whose scales multiply its numbers, with windows of up to 64 rows: at most 128 registers hold
+# all that a consumer needs, and 512 threads have as many.
 _MOST_CONSUMERS_OF_WIDENED = 3
 # Shared memory of mbarriers, and of Mosaic's own scratch.
 _OTHER_BYTES = 2048 + 512
 # Most pipeline stages; more do not increase the bandwidth.
 _MOST_STAGES = 8
-# Most bytes of a row of a weight in few bits per turn, and most stages.
-_FEW_BITS_BYTES, _MOST_STAGES_OF_FEW_BITS = 128, 12
+# Of a weight in few bits: most bytes of a row per turn, and stages that turns should leave room for and at most have.
+_FEW_BITS_BYTES, _FEWEST_STAGES, _MOST_STAGES_OF_FEW_BITS = 128, 3, 12
 # Most rows of x, added up over the sums of a turn that are scaled apart, where consumers have as many registers as the
 # producer (168).
 _MOST_SCALED = 192
@@ -113,10 +113,20 @@ class Geometry:
         return 16 if self.packing is None else self.packing.bits
 
     @property
-    def most_consumers(self) -> int:
-        """Most consumer warpgroups whose registers an SM has."""
-        widened = self.packing is not None and self.packing.scales_exactly(self.dtype)
-        return _MOST_CONSUMERS_OF_WIDENED if widened else _MOST_CONSUMERS
+    def is_widened(self) -> bool:
+        """Whether the weight is in few bits, and its scales multiply its numbers."""
+        return self.packing is not None and self.packing.scales_exactly(self.dtype)
+
+    @property
+    def widest(self) -> int:
+        """Rows of the widest window."""
+        is_wide = self.packing is None or self.is_widened
+        return _WIDE_WINDOW if is_wide else _NARROW_WINDOWS[-1]
+
+    def most_consumers(self, window: int) -> int:
+        """Returns the most consumer warpgroups whose registers an SM has."""
+        are_few = self.is_widened and window <= _NARROW_WINDOWS[-1]
+        return _MOST_CONSUMERS_OF_WIDENED if are_few else _MOST_CONSUMERS
 
 
 @dataclass(frozen=True)
@@ -150,11 +160,16 @@ class Schedule:
         the tensor cores dominate, and tiles are as large as the registers of two warpgroups allow. Under the fixed
         order of sums the weight is the left operand with every window: the window then changes no bit.
         """
-        wanted = 2 * geometry.rows / geometry.groups + _MOST_OFFSET
+        mean = geometry.rows / geometry.groups
+        wanted = 2 * mean + _MOST_OFFSET
         window = next((width for width in _NARROW_WINDOWS if width >= wanted), _WIDE_WINDOW)
         if geometry.packing is not None:
-            # The weight is always the left operand, which is widened in registers.
-            return cls._of_few_bits(geometry, min(window, _NARROW_WINDOWS[-1]))
+            # The weight is always the left operand, which is widened in registers. A visit of a wide window takes 1.35
+            # times as long as one of 64 rows.
+            is_wide = geometry.is_widened and mean >= _NARROW_WINDOWS[-1]
+            return cls._of_few_bits(
+                geometry, _WIDE_WINDOW if is_wide else min(window, _NARROW_WINDOWS[-1])
+            )
         resident = 1
         if window == _WIDE_WINDOW and not is_fixed():
             whole = [columns for columns in _WIDE_COLUMNS if geometry.out % columns == 0]
@@ -177,18 +192,28 @@ class Schedule:
         """Returns the schedule for a weight in few bits: one block per SM, whose registers the consumers fill."""
         packing = geometry.packing
         assert packing is not None
-        columns = min(geometry.most_consumers, geometry.out // WGMMA_ROWS) * WGMMA_ROWS
         most = _FEW_BITS_BYTES * 8 // geometry.bits
         chunks = [chunk for chunk in range(PIECE, most + 1, PIECE) if geometry.inner % chunk == 0]
-        is_wide = window > _NARROW_WINDOWS[0] or is_fixed()
-        scales_sums = not packing.scales_exactly(geometry.dtype)
-        if is_wide and scales_sums and not honours_register_requests():
-            # Under the fixed order turns, and with them the sums that are scaled, are equal for all windows.
-            widest = _NARROW_WINDOWS[-1] if is_fixed() else window
+        # Under the fixed order turns, and with them the sums that are scaled, are equal for all windows.
+        widest = geometry.widest if is_fixed() else window
+        is_wide = widest > _NARROW_WINDOWS[0]
+        if is_wide and not geometry.is_widened and not honours_register_requests():
             chunks = [
                 each for each in chunks if each // packing.span(each) * widest <= _MOST_SCALED
             ]
-        empty = cls(window, columns, "weight", chunks[-1], 0, NUM_MULTIPROCESSORS)
+        fitting = [
+            each
+            for each in chunks
+            if cls._with_stages(geometry, widest, each).stages >= _FEWEST_STAGES
+        ]
+        return cls._with_stages(geometry, window, (fitting or chunks[:1])[-1])
+
+    @classmethod
+    def _with_stages(cls, geometry: Geometry, window: int, chunk: int) -> "Schedule":
+        """Returns the schedule for a weight in few bits with as many stages as shared memory holds."""
+        consumers = min(geometry.most_consumers(window), geometry.out // WGMMA_ROWS)
+        columns = consumers * WGMMA_ROWS
+        empty = cls(window, columns, "weight", chunk, 0, NUM_MULTIPROCESSORS)
         room = SHARED_BYTES_PER_BLOCK - empty.shared_bytes(geometry)
         stages = min(room // empty.slot_bytes(geometry), _MOST_STAGES_OF_FEW_BITS)
         return replace(empty, stages=stages)
@@ -202,7 +227,7 @@ class Schedule:
         if self.window % ROW_TILE or self.window & (self.window - 1):
             return f"a window must be a power of two and at least {ROW_TILE}, got {self.window}"
         height, width = self.height, self.width
-        most = geometry.most_consumers * WGMMA_ROWS
+        most = geometry.most_consumers(self.window) * WGMMA_ROWS
         if height % WGMMA_ROWS or height > most:
             return f"the left operand must have a multiple of {WGMMA_ROWS} rows, at most {most}, got {height}"
         if width % ROW_TILE or width > _MOST_WIDTH:
@@ -211,8 +236,8 @@ class Schedule:
             return (
                 f"with rows on the left, columns must be a multiple of {STAGED}, got {self.columns}"
             )
-        if geometry.packing is not None and (self.left == "rows" or width > _NARROW_WINDOWS[-1]):
-            return f"a weight in few bits must be on the left, of at most {_NARROW_WINDOWS[-1]} rows, got {self}"
+        if geometry.packing is not None and (self.left == "rows" or width > geometry.widest):
+            return f"a weight in few bits must be on the left, of at most {geometry.widest} rows, got {self}"
         if self.columns > geometry.out:
             return f"a tile of {self.columns} columns is wider than the result, {geometry.out}"
         if self.chunk % PIECE or geometry.inner % self.chunk:
@@ -271,8 +296,7 @@ class Schedule:
 
     def staged_shape(self) -> tuple[int, int, int]:
         """Returns the shape of the staged sums: consumers x rows of the left operand x columns with padding."""
-        width = self.width if self.left == "weight" else STAGED
-        return self.consumers, WGMMA_ROWS, width + PADDING[self.left]
+        return self.consumers, WGMMA_ROWS, min(self.width, STAGED) + PADDING[self.left]
 
     def staged_dtype(self, geometry: Geometry) -> DTypeLike:
         """Returns the dtype of staged sums; those read along columns, one element at a time, stay float32."""

@@ -20,32 +20,46 @@ _WARP = 32
 
 
 def store_right_rows(
-    out: Ref, sums: Array, staged: Ref, first: Array, low: Array, high: Array, column: Array
+    out: Ref,
+    sums: Array,
+    staged: Ref,
+    first: Array,
+    low: Array,
+    high: Array,
+    column: Array,
+    width: int,
 ) -> None:
-    """Stores rows of x that were the right operand, which are the columns of `sums`.
+    """Stores rows of x that were the right operand, which are the columns of `sums`, up to `width` of them at a time.
 
     Args:
         out: [rows, columns] in global memory.
         sums: [columns, window]; element [0, 0] belongs at `out[first, column]`.
-        staged: this warpgroup's float32 buffer in shared memory, at least one column wider than `sums`.
+        staged: this warpgroup's float32 buffer in shared memory, [columns, more than the window or `width`].
         first: first row of the window.
         low: first row to store.
         high: one past the last row to store.
         column: first column of `sums` in `out`.
+        width: rows that are staged at a time.
     """
     height, window = sums.shape
-    _stage(staged.at[:, pl.ds(0, window)], sums)
+    width = min(width, window)
+    for place in range(0, window, width):
+        _stage(staged.at[:, pl.ds(0, width)], sums[:, place : place + width])
+        start_of_part = first + place
 
-    def store(start: Array, size: int) -> None:
-        rows = pl.ds(start - first, size)
-        for begin in range(0, height, _WARP):
-            (piece,) = row_pieces(size, _WARP, 1)
-            source = staged.at[pl.ds(begin, _WARP), rows].transpose((1, 0))
-            found = plgpu.load(source, layout=piece.layout, optimized=False)
-            assign(out, (pl.ds(start, size), pl.ds(column + begin, _WARP)), found.astype(out.dtype))
+        def store(start: Array, size: int, start_of_part: Array = start_of_part) -> None:
+            rows = pl.ds(start - start_of_part, size)
+            for begin in range(0, height, _WARP):
+                (piece,) = row_pieces(size, _WARP, 1)
+                source = staged.at[pl.ds(begin, _WARP), rows].transpose((1, 0))
+                found = plgpu.load(source, layout=piece.layout, optimized=False)
+                span = pl.ds(column + begin, _WARP)
+                assign(out, (pl.ds(start, size), span), found.astype(out.dtype))
 
-    _by_powers(window, low, high, store)
-    plgpu.commit_smem()
+        own_low = jnp.maximum(low, start_of_part)
+        own_high = jnp.minimum(high, start_of_part + width)
+        _by_powers(width, own_low, own_high, store)
+        plgpu.commit_smem()
 
 
 def store_left_rows(
