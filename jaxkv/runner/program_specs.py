@@ -267,7 +267,9 @@ class StepSpec(ProgramSpec["Runner"]):
         widens weights of few bits, only Triton's do so without a copy.
         """
         is_short = self.tokens <= MOST_ROWS
-        if is_short or runner.model.batch_invariant or has_few_bits(runner.params):
+        is_ours = runner.model.implementation == "mosaic_gpu"
+        fuses_widening = has_few_bits(runner.params) and not is_ours
+        if is_short or runner.model.batch_invariant or fuses_widening:
             return lowering
         return replace(lowering, compiler_options=_LIBRARIES)
 

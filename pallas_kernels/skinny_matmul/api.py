@@ -14,7 +14,7 @@ from pallas_kernels.arguments.checks import check_few_bits, check_shape
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fixed_order import is_fixed
 from pallas_kernels.formats.few_bits import FewBits
-from pallas_kernels.formats.few_bits_product import ordered
+from pallas_kernels.formats.few_bits_product import ordered, widens_whole
 from pallas_kernels.skinny_matmul import mosaic_gpu, xla
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.mosaic_geometry import MOST_ROWS
@@ -56,9 +56,11 @@ def skinny_matmul(
         weight: [out, inner], one row for each column of the result, as in Hugging Face checkpoints. With `gated` the
             rows of all gates, then as many others. In x's dtype, or in 8 or 4 bits as `FewBits`, which is read as it
             lies: the kernel widens it in registers and "xla" a few rows at a time. With several scales per row "xla",
-            and the kernel for more than 64 rows, round the widened numbers to x's dtype; all else is exact. The kernel
-            takes the codes of NaN in e4m3 for 480. If it has `rounds_rows`, more than 64 rows of x in 16 bits are
-            rounded to e4m3 too, if they have a multiple of 128 columns, and not under the fixed order.
+            and the kernel for more than 64 rows, round the widened numbers to x's dtype; all else is exact. "xla" is
+            preferred for such a weight and many rows of x, at least 512 for 8 bits and 4096 for 4 bits, and widens it
+            whole, up to 512 MiB. The kernel takes the codes of NaN in e4m3 for 480. If it has `rounds_rows`, more than
+            64 rows of x in 16 bits are rounded to e4m3 too, if they have a multiple of 128 columns, and not under the
+            fixed order.
         x: rows of any floating dtype. If the weight has an `order`, their columns are permuted by it.
         bias: one value per row of the weight, added before the activation.
         residual: added last.
@@ -97,13 +99,18 @@ def skinny_matmul(
         weight = replace(arrays.weight, order=None, rounds_rows=rounds)
         arrays = arrays._replace(weight=weight, x=ordered(arrays.x, arrays.weight.order))
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays, options), "xla": lambda: None}
-    if mosaic_gpu.refusal(arrays, options) is not None:
+    if mosaic_gpu.refusal(arrays, options) is not None or _is_for_library(arrays):
         # For these sizes and dtypes XLA is preferred, so its choice must not count as a fallback.
         reasons = dict(reversed(reasons.items()))
     chosen = choose("skinny_matmul", reasons, implementation)
     if chosen == "mosaic_gpu" and x.shape[0]:
         return mosaic_gpu.skinny_matmul(arrays, options)
     return xla.skinny_matmul(arrays, options)
+
+
+def _is_for_library(arrays: MatmulArrays) -> bool:
+    """Returns whether a weight in few bits is widened whole for a library's product, faster than the kernel."""
+    return isinstance(arrays.weight, FewBits) and widens_whole(arrays.weight, arrays.x)
 
 
 def _rounds(x: Array) -> bool:

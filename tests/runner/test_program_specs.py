@@ -125,10 +125,10 @@ def test_whole_steps_and_first_programs_do_not_serve_for_each_other():
 LIBRARIES = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 
-def options(tokens, *, score=False, batch_invariant=False, params=None):
-    """Returns XLA's options of a step, or of the program that scores its tokens."""
+def options(tokens, *, score=False, params=None, **changes):
+    """Returns XLA's options of a step, or of the program that scores its tokens; `changes` are fields of the model."""
     runner = sequence_runner_for(programs=Programs()).runner
-    runner.model = replace(runner.model, batch_invariant=batch_invariant)
+    runner.model = replace(runner.model, **changes)
     runner.params = runner.params if params is None else params
     widths = (4,) * len(runner.layout.paged_groups)
     step = StepSpec(tokens=tokens, rows=8, table_widths=widths)
@@ -146,7 +146,8 @@ def test_products_have_one_kernel_where_sums_have_a_fixed_order():
     assert options(2048, batch_invariant=True) is None
 
 
-def test_weights_of_few_bits_are_widened_in_their_products():
+def test_weights_of_few_bits_are_widened_in_their_products_where_our_kernels_do_not_run():
     codes, scales = jnp.zeros((64, 64), jnp.int8), jnp.ones((64, 1))
     params = {"w": FewBits(codes, scales, None, None, "int8")}
     assert options(2048, params=params) is None
+    assert options(2048, params=params, implementation="mosaic_gpu") == LIBRARIES

@@ -14,6 +14,7 @@ from pallas_kernels import skinny_matmul
 from pallas_kernels.dispatch import asking, fallbacks
 from pallas_kernels.fixed_order import fixed_order
 from pallas_kernels.formats import few_bits_product
+from pallas_kernels.formats.few_bits import FewBits
 from pallas_kernels.skinny_matmul import mosaic_gpu, reference
 from pallas_kernels.skinny_matmul.arguments import MatmulArrays, MatmulOptions
 from pallas_kernels.skinny_matmul.cases import CASES
@@ -114,16 +115,68 @@ def test_a_weight_in_few_bits_is_widened_a_few_rows_at_a_time():
     assert max(math.prod(shape) for shape in shapes) <= 20 * 384
 
 
-def test_products_with_weights_in_few_bits_share_their_memory():
+@pytest.mark.parametrize(
+    ("kind", "rows", "is_whole"),
+    [
+        ("e4m3 by 128", 512, True),
+        ("e4m3 by 128", 511, False),
+        ("e4m3 by row", 4096, False),
+        ("int4 by 128, zeros", 4096, True),
+        ("mxfp4", 4095, False),
+    ],
+)
+def test_a_weight_is_widened_whole_for_many_rows(kind, rows, is_whole, monkeypatch):
+    """If groups of columns have scales; the library's product is then no fallback from the kernel."""
+    monkeypatch.setattr(few_bits_product, "MOST_WIDENED", 16 * 256)
+    monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
+    weight = jax.tree.map(jnp.asarray, drawn(kind, (64,), 256))
+    x = jnp.zeros((rows, 256), jnp.bfloat16)
+    with asking() as questions:
+        jaxpr = jax.make_jaxpr(skinny_matmul)(weight, x).jaxpr
+    assert ("while" in {each.primitive.name for each in equations(jaxpr)}) == (not is_whole)
+    assert list(questions[0].refusals) == (
+        ["xla", "mosaic_gpu"] if is_whole else ["mosaic_gpu", "xla"]
+    )
+
+
+def test_a_weight_of_more_than_512_mib_is_not_widened_whole():
+    def weight(rows):
+        codes = jax.ShapeDtypeStruct((rows, 2**14), jnp.float8_e4m3fn)
+        scales = jax.ShapeDtypeStruct((rows, 2**7), jnp.float32)
+        return FewBits(codes, scales, None, None, "float8_e4m3fn")
+
+    x = jnp.zeros((512, 2**14), jnp.bfloat16)
+    assert few_bits_product.widens_whole(weight(2**14), x)
+    assert not few_bits_product.widens_whole(weight(2**14 + 1), x)
+
+
+@pytest.mark.parametrize("kind", ["e4m3 by 128", "int4 by 128, zeros"])
+def test_a_weight_that_is_widened_whole_is_exact_in_float32(kind, monkeypatch):
+    """With hostile scales; in bfloat16 with those of a model, and everything at the end."""
+    monkeypatch.setattr(few_bits_product, "_FEWEST_ROWS", {8: 16, 4: 16})
+    weight = drawn(kind, (88,), 384, 3, hostile=True)
+    x = np.random.default_rng(2).normal(size=(16, 384)).astype(np.float32)
+    found = compiled(skinny_matmul, {"weight": weight, "x": x, "implementation": "xla"})
+    most = np.abs(x) @ np.abs(exact(weight)).T
+    assert np.all(np.abs(found - x.astype(np.float64) @ exact(weight).T) <= 1e-6 * most)
+    case = type(CASES[0])("", 16, 768, 256, True, "silu", 1.0, True, True)
+    inputs, wide = in_few_bits(case, kind)
+    result = compiled(skinny_matmul, inputs | {"implementation": "xla"})
+    assert_output(result, oracle(wide), "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["int8 by row", "int8 by 32"])
+def test_products_with_weights_in_few_bits_share_their_memory(kind, monkeypatch):
     """A chain of 16 takes the temporary memory of a chain of 4: nothing is allocated before its product runs."""
-    parts = drawn("int8 by row", (512,), 512)
+    monkeypatch.setattr(few_bits_product, "MOST_WIDENED", 128 * 512)
+    monkeypatch.setattr(few_bits_product, "_FEWEST_ROWS", {8: 256})
+    parts = drawn(kind, (512,), 512)
     types = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), parts)
-    multiply = partial(few_bits_product.product, most_widened=128 * 512)
 
     def temporary(count):
         def run(x, weights):
             for weight in weights:
-                x = x + jnp.tanh(multiply(weight, x))
+                x = x + jnp.tanh(few_bits_product.product(weight, x))
             return x
 
         x = jax.ShapeDtypeStruct((256, 512), jnp.float32)
