@@ -177,17 +177,18 @@ class Engine:
         Raises:
             ValueError: a request can never fit the cache, or it has stop strings and the model has no tokenizer.
             OutOfPages, OutOfStates: others hold the pages that `prompt_logprobs` need now; nothing was queued.
-            CachePoisoned, JaxRuntimeError: as for `refresh`, with `prompt_logprobs`.
-            RuntimeError: the engine sleeps.
+            CachePoisoned, JaxRuntimeError: as for `step`, with `prompt_logprobs`.
+            RuntimeError: the engine sleeps, or `prompt_logprobs` have lost the cache twice; nothing was queued.
         """
         self.refuse_if_asleep()
         for request in samples:
             self.check(request)
         first, top, scores = samples[0].prompt, samples[0].params.prompt_logprobs, None
         if top is not None:
-            self.refresh()
             slot = samples[0].adapter_slot
-            scores = prompt_logprobs(self.sequence_runner, first, top, adapter_slot=slot)
+            scores = self._between_steps(
+                lambda: prompt_logprobs(self.sequence_runner, first, top, adapter_slot=slot)
+            )
         states = [
             new_request_state(
                 request,
@@ -214,14 +215,39 @@ class Engine:
         Raises:
             ValueError: no such adapter is loaded.
             OutOfPages, OutOfStates: others hold the pages that it needs now.
-            RuntimeError: the engine sleeps.
+            CachePoisoned, JaxRuntimeError: as for `step`.
+            RuntimeError: the engine sleeps, or the scores have lost the cache twice.
         """
         self.refuse_if_asleep()
-        self.refresh()
         adapter = self.adapters.of(lora)
         slot = 0 if adapter is None else adapter.slot
-        [scores] = score_texts(self.sequence_runner, [text], adapter_slot=slot)
+        [scores] = self._between_steps(
+            lambda: [*score_texts(self.sequence_runner, [text], adapter_slot=slot)]
+        )
         return scores
+
+    def _between_steps[T](self, compute: Callable[[], T]) -> T:
+        """Returns what is computed between two steps, at the second try if the first one loses the cache.
+
+        Requests in progress are computed again then.
+
+        Raises:
+            CachePoisoned, JaxRuntimeError: the cache was lost too often, or the device is broken.
+            RuntimeError: it has lost the cache twice, which was replaced each time.
+        """
+        self.refresh()
+        for is_last in (False, True):
+            try:
+                return compute()
+            except (CachePoisoned, jax.errors.JaxRuntimeError) as error:
+                if not self.runner.owner.poisoned:
+                    raise
+                self._recover(error)
+                if is_last:
+                    raise RuntimeError(
+                        f"log-probabilities of a given text have lost the cache twice: {error}"
+                    ) from error
+        raise AssertionError("the last try returns or raises")
 
     def abort(self, sequence: RequestState) -> None:
         """Ends a request in any state; does nothing if it has ended."""

@@ -2,6 +2,7 @@
 
 import random
 from copy import copy
+from dataclasses import replace
 from itertools import count
 
 import jax
@@ -364,6 +365,42 @@ def test_a_lost_cache_before_a_step_is_seen_by_the_step(wanted, monkeypatch):
     engine.run(sequences)
     assert_equal(sequences, [wanted[0]] * 3)
     assert engine.recoveries == 1
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_scores_that_lose_the_cache_are_tried_twice(losses, wanted, monkeypatch):
+    """Requests in progress lose no token, and the engine serves on."""
+    engine = engine_for(most_rebuilds=9)
+    prompt = REQUESTS[0].prompt
+    scored = replace(REQUESTS[0], params=replace(REQUESTS[0].params, prompt_logprobs=0))
+    logprobs = engine.score_text(prompt)
+    sequences = start(engine, REQUESTS[1:3])
+    engine.step()
+    run, calls = engine.sequence_runner.score, count()
+
+    def lose(*arguments):
+        if next(calls) < losses:
+            engine.runner.owner.poison("injected")
+            raise CachePoisoned("injected")
+        return run(*arguments)
+
+    monkeypatch.setattr(engine.sequence_runner, "score", lose)
+    if losses == 1:
+        [first] = engine.add([scored])
+    else:
+        for ask in (lambda: engine.add([scored]), lambda: engine.score_text(prompt)):
+            calls = count()
+            with pytest.raises(RuntimeError, match="have lost the cache twice: injected"):
+                ask()
+        [first] = engine.add([scored])
+    assert engine.recoveries == (1 if losses == 1 else 4)
+    engine.run([first, *sequences])
+    assert_equal([first, *sequences], wanted[:3])
+    assert [*map(dict.popitem, first.prompt_logprobs[1:])] == [
+        (token, pytest.approx(one, abs=1e-5))
+        for token, one in zip(prompt[1:], logprobs, strict=True)
+    ]
     assert_idle(engine)
 
 
