@@ -379,7 +379,9 @@ class AsyncLLM:
                     result.set_exception(error)
             except BaseException as error:
                 result.set_exception(error)
-                if self._engine.runner.owner.poisoned or is_fatal(error):
+                # An engine that sleeps has no cache, which looks like a lost one.
+                has_lost = self._engine.runner.owner.poisoned and not self._engine.asleep
+                if has_lost or is_fatal(error):
                     raise
             finally:
                 # The call may have received the last token of a request, and no step may follow.

@@ -274,3 +274,26 @@ def test_a_served_llm_is_updated_and_sleeps_while_requests_wait(llm, changed, wa
 
     asyncio.run(asyncio.wait_for(users(), 240))
     assert llm.weight_version == 1
+
+
+def test_a_call_that_a_sleeping_engine_refuses_ends_neither_it_nor_its_requests(
+    llm, changed, wanted
+):
+    async def users():
+        async with AsyncLLM(llm) as served:
+            stream = served.stream(PROMPT, GREEDY)
+            pieces = [await anext(stream)]
+            await served.sleep(level=2)
+            with pytest.raises(RuntimeError, match="sleeps"):
+                await served.score(PROMPT)
+            with pytest.raises(RuntimeError, match="update_weights"):
+                await served.wake_up()
+            with pytest.raises(ValueError, match="structure"):
+                await served.update_weights({})
+            await served.update_weights(changed)
+            await served.wake_up()
+            pieces += [piece async for piece in stream]
+            assert len(pieces) == GREEDY.max_tokens
+            assert (await served.generate(PROMPT, GREEDY)).token_ids == wanted[1]
+
+    asyncio.run(asyncio.wait_for(users(), 240))
