@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.request import Piece, RequestOutput
 from jaxkv.errors import ReplicaLost
-from jaxkv.given_samples import Outputs
+from jaxkv.given_samples import Outputs, by_adapter
 from jaxkv.models.protocol import Params
 from jaxkv.replicas.front import ReplicatedLLM
 from jaxkv.replicas.group import Job
@@ -156,7 +156,7 @@ class AsyncReplicatedLLM:
     ) -> list[np.ndarray]:
         """Returns the log-probabilities of given tokens; see `ReplicatedLLM.score`."""
         if outputs is not None and lora is not None:
-            options["lora"] = lora
+            options = by_adapter(options, sampling, lora)
         given = as_call("AsyncLLM.score", options, sampling=sampling)
         begun = await asyncio.to_thread(
             self._llm.begin_scores, prompts, outputs, given, lora, priority

@@ -241,6 +241,9 @@ def test_asyncio_callers_share_the_replicas_and_may_leave(one, two):
             made = await served.rollout(PROMPTS[:2], GREEDY)
             assert made.output_ids.shape[0] == 2
             assert len(await served.score(PROMPTS)) == len(PROMPTS)
+            # More tokens than a `SamplingParams` has by default, so it is the adapter that is refused.
+            with pytest.raises(ValueError, match="can name no adapter"):
+                await served.score(["a"], [[[11] * 20]], lora="none")
             await served.sleep()
             await served.wake_up()
             late = asyncio.create_task(served.generate("def ", ENDLESS))
