@@ -43,6 +43,24 @@ def test_tokens_and_logits_are_those_of_transformers(family, ours):
         torch.testing.assert_close(logits, others, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_window_counts_the_tokens_of_a_row_and_not_the_padding_between_them(family, ours):
+    model = ours(family)
+    ids, mask = prompts(1, 24)
+    mask[0, 6:11] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    alone = ids[:, mask[0].bool()]
+    with torch.no_grad():
+        got = model(
+            ids,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=JaxkvCache(model, max_tokens=64),
+        ).logits[:, mask[0].bool()]
+        wanted = tiny_model(family)(alone).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
 def test_prefix_reuse_beams_and_forks_work_on_pages(ours):
     plain, model = tiny_model("llama"), ours("llama")
     ids, mask = prompts(2, 37, (4, 0))
