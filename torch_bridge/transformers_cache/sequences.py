@@ -10,6 +10,7 @@ import torch
 
 from jaxkv.cache.kept_pages.keys import PageKeys
 from jaxkv.cache.page_allocator import PageCopy
+from jaxkv.cache.spec import PagedSpec
 from jaxkv.errors import CachePoisoned, OutOfPages, OutOfStates
 from torch_bridge.sharing.leases import Lease
 from torch_bridge.transformers_cache.store import Store
@@ -104,6 +105,12 @@ class Sequences:
         return bool(self.store.layout.state_groups)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a layer attends to a window."""
+        groups = self.store.layout.paged_groups
+        return any(isinstance(one.spec, PagedSpec) and one.spec.window for one in groups)
+
+    @property
     def num_columns(self) -> int:
         """Number of cached columns, padding included."""
         return self.real.shape[1]
@@ -143,9 +150,12 @@ class Sequences:
     ) -> np.ndarray:
         """Returns, bool [rows], whether a row's tokens alone determine its keys and states; see `usual_positions`.
 
-        Padding changes the states of recurrent layers.
+        Padding changes the states of recurrent layers. Transformers' own attention counts it in windows, so keys behind
+        a window depend on padding between tokens.
         """
         usual = usual_positions(real, positions, first_column, num_queries)
+        if self.has_windows:
+            usual &= ~have_gaps(real[:, : first_column + num_queries])
         if not self.has_states:
             return usual
         return usual & real[:, first_column : first_column + num_queries].all(axis=1)
@@ -336,6 +346,17 @@ class Sequences:
         for row, tokens, real, fits in zip(self.rows, ids, unread.real, usual, strict=True):
             if row.text is not None:
                 row.text = [*row.text, *tokens[real].tolist()] if fits else None
+
+
+def have_gaps(real: np.ndarray) -> np.ndarray:
+    """Returns, bool [rows], whether padding stands between two tokens of a row.
+
+    Args:
+        real: bool [rows, columns], which columns hold tokens.
+    """
+    # Each piece of tokens begins once.
+    begins = real[:, 1:] & ~real[:, :-1]
+    return begins.sum(axis=1) + real[:, 0] > 1
 
 
 def usual_positions(

@@ -49,6 +49,28 @@ def test_a_second_prompt_that_begins_alike_is_computed_from_where_it_differs(lla
     check(cache)
 
 
+def test_padding_between_tokens_leaves_no_keys_of_other_windows_behind(models):
+    model = models["gemma3"]
+    ids, mask = prompts(1, 40)
+    mask[0, 20:26] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = JaxkvCache(model, max_tokens=256, page_size=4)
+    alone = ids[:, mask[0].bool()]
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        cache.reset()
+        got = model(alone, past_key_values=cache, logits_to_keep=1).logits
+        wanted = model(alone, logits_to_keep=1).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+    # Padding in front of a text, which its windows do not see, is no obstacle.
+    cache.reset()
+    padded, shown = prompts(1, 40, (6,))
+    padded[:, 6:] = alone
+    wanted = greedy(model, padded, shown, 6)
+    assert torch.equal(greedy(model, padded, shown, 6, past_key_values=cache), wanted)
+    assert cache.stats().tokens_reused == 32
+
+
 def test_generated_tokens_can_be_found_again_too(llama):
     ids, mask = prompts(1, 10)
     cache = JaxkvCache(llama, max_tokens=256)
