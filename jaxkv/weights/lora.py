@@ -96,7 +96,11 @@ def read_adapters(folder: Path) -> dict[str, Adapter]:
     Raises:
         BadCheckpoint: a file is missing or damaged, or the adapter is more than pairs of factors.
     """
-    folder = files.existing_directory(folder)
+    if not folder.is_dir():
+        raise BadCheckpoint(
+            f"{folder} is not a directory; wanted the folder of an adapter as PEFT saves it, with {CONFIG} and "
+            f"{WEIGHTS}"
+        )
     config = files.read_json(folder, CONFIG)
     for key, values in _OFF.items():
         if config.get(key, values[0]) not in values:

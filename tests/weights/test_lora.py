@@ -102,6 +102,13 @@ def test_factors_that_do_not_fit_are_refused(tmp_path, name, shape, message):
         list(merged_tensors(default_model.path(), tmp_path, dtype="float32"))
 
 
+def test_a_path_that_is_no_folder_is_told_what_an_adapter_is(tmp_path):
+    with pytest.raises(
+        BadCheckpoint, match=r"wanted the folder of an adapter.*adapter_config\.json"
+    ):
+        read_adapters(tmp_path / "none")
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_an_llm_with_an_adapter_scores_as_transformers_with_the_sums(tmp_path):
