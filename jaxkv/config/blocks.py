@@ -198,11 +198,13 @@ class IndexConfig:
         heads: query heads of the indexer.
         head_dim: components of each query head and of the one key per token; the first `rope_dim` are rotated.
         topk: most tokens that a query attends to.
+        pairs: rotary pairs are components 2i and 2i + 1 (GLM-5); otherwise i and i + rope_dim / 2.
     """
 
     heads: int
     head_dim: int
     topk: int
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for sizes out of range."""
@@ -336,6 +338,26 @@ class MixtureConfig:
     def has_latent(self) -> bool:
         """Whether experts have an input width of their own."""
         return self.latent_size is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """A factor of queries that keeps attention over long contexts sharp (Llama 4, after Nakanishi, Scalable-Softmax).
+
+    A query at position p is multiplied by `1 + beta * log(1 + p // length)`.
+
+    Attributes:
+        beta: rate of the growth.
+        length: number of positions with one factor; the factor of the first ones is 1.
+    """
+
+    beta: float
+    length: int
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for values out of range."""
+        check_fields(self, as_float, 0.0, 1e3, "beta")
+        check_fields(self, as_int, 1, 2**31 - 1, "length")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from jaxkv.config.blocks import (
     MambaConfig,
     MixtureConfig,
     Multipliers,
+    QueryGrowth,
     ShortConvConfig,
     TransformerConfig,
 )
@@ -146,6 +147,7 @@ class ModelConfig:
         wide_norms: norm weights are applied in float32.
         post_norms: a stage's output is normalised too before it is added (Gemma).
         attention_scale: factor of attention scores; `None` for `head_dim ** -0.5`.
+        query_growth: factor of queries that grows with their position; `None` for none (Ministral 3).
         attention_cap, logit_cap: soft caps `cap * tanh(x / cap)` of attention scores and of logits; `None` for none.
         sinks: each head has a learned logit that takes part in the softmax and has no value (GPT-OSS).
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
@@ -188,6 +190,7 @@ class ModelConfig:
     wide_norms: bool = False
     post_norms: bool = False
     attention_scale: float | None = None
+    query_growth: QueryGrowth | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
     sinks: bool = False

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxkv.batch import PagedTables, StepBatch
+from jaxkv.config.blocks import QueryGrowth
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.norm import rms_norm
@@ -35,6 +36,7 @@ class AttentionSizes:
         norm_eps: epsilon of the norms on queries and keys.
         window: tokens that each token sees, its own included; `None` for all.
         soft_cap: soft cap of scores, `soft_cap * tanh(scores / soft_cap)`; `None` for none.
+        query_growth: factor of queries that grows with their position; `None` for none.
         gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies attention's output.
     """
 
@@ -45,6 +47,7 @@ class AttentionSizes:
     norm_eps: float = 1e-6
     window: int | None = None
     soft_cap: float | None = None
+    query_growth: QueryGrowth | None = None
     gated: bool = False
 
 
@@ -139,6 +142,8 @@ def attend_projected(
         # Keys are stored without their weight; a query's component has both, which gives the same products.
         weight = late[0].astype(jnp.float32) * late[1].astype(jnp.float32)
         q = (q.astype(jnp.float32) * weight[None, None]).astype(q.dtype)
+    if sizes.query_growth is not None:
+        q = _grown(q, batch.positions, sizes.query_growth)
     mixed = _mix(
         layer_cache,
         q,
@@ -155,6 +160,15 @@ def attend_projected(
         gate = jax.nn.sigmoid(gate.astype(jnp.float32))
         mixed = (mixed.astype(jnp.float32) * gate).astype(mixed.dtype)
     return layer_cache, mixed
+
+
+def _grown(
+    q: Float[Array, "tokens heads head_dim"], positions: Int[Array, " tokens"], growth: QueryGrowth
+) -> Float[Array, "tokens heads head_dim"]:
+    """Returns queries times the factor of their position, see `QueryGrowth`."""
+    passed = (positions // growth.length).astype(jnp.float32)
+    factor = 1 + growth.beta * jnp.log1p(passed)
+    return (q.astype(jnp.float32) * factor[:, None, None]).astype(q.dtype)
 
 
 def attend(

@@ -4,7 +4,7 @@ The reference multiplies index queries and keys by a Hadamard matrix before it r
 the rounding errors of their products, and is left out here as in Transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -15,7 +15,7 @@ from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.latent import absorb, attend_expanded, project_latent, raise_values
 from jaxkv.layers.linear import linear, project
 from jaxkv.layers.norm import layer_norm
-from jaxkv.layers.rope import Angles, rotate
+from jaxkv.layers.rope import Angles, rotate, rotate_pairs
 from pallas_kernels import index_topk, page_write, sparse_attention
 from pallas_kernels.families import member
 from pallas_kernels.formats.index_keys import quantise_keys, write_index_keys
@@ -70,7 +70,8 @@ def sparse_latent_mixer(
         tables.write_slots,
         implementation=member(implementation, "page_write"),
     )
-    index_key = _index_key(params, x, angles)
+    turn = _rotate_first_pairs if index.pairs else rotate
+    index_key = _index_key(params, x, angles, turn)
     index_pages = write_index_keys(layer_cache["indexer"], index_key, tables.write_slots)
     if batch.fresh and not batch.decode and x.shape[0] <= index.topk:
         mixed = attend_expanded(
@@ -79,7 +80,7 @@ def sparse_latent_mixer(
     else:
         index_q = project(params["index_q"], query_latent).reshape(x.shape[0], index.heads, -1)
         compared, weights = _as_compared(
-            rotate(angles, index_q), _head_weights(params, x, index), index_pages
+            turn(angles, index_q), _head_weights(params, x, index), index_pages
         )
         slots, counts = index_topk(
             compared,
@@ -106,13 +107,24 @@ def sparse_latent_mixer(
     return {"key": pages, "indexer": index_pages}, out
 
 
+def _rotate_first_pairs(
+    angles: Angles, x: Float[Array, "tokens heads head_dim"]
+) -> Float[Array, "tokens heads head_dim"]:
+    """Rotates the first components as `rotate_pairs` does, and leaves the others as they are."""
+    first, others = jnp.split(x, (2 * angles[0].shape[-1],), axis=-1)
+    return jnp.concatenate((rotate_pairs(angles, first), others), axis=-1)
+
+
 def _index_key(
-    params: LayerParams, x: Float[Array, "tokens hidden_size"], angles: Angles
+    params: LayerParams,
+    x: Float[Array, "tokens hidden_size"],
+    angles: Angles,
+    turn: Callable[[Angles, Array], Array],
 ) -> Float[Array, "tokens head_dim"]:
     """Returns the key of each token that the indexer compares, normalised and rotated."""
     key = project(params["index_k"], x)
     key = layer_norm(params["index_norm"], params["index_norm_bias"], key, eps=_NORM_EPS)
-    return rotate(angles, key[:, None, :])[:, 0]
+    return turn(angles, key[:, None, :])[:, 0]
 
 
 def _as_stored(

@@ -61,6 +61,7 @@ def attention_sizes(config: ModelConfig, layer: int) -> AttentionSizes:
         norm_eps=config.norm_eps,
         window=config.windows[layer],
         soft_cap=config.attention_cap,
+        query_growth=config.query_growth,
         gated=config.attention_gate,
     )
 

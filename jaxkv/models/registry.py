@@ -15,6 +15,7 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.models.families import multimodal
 from jaxkv.models.families.dense import (
+    arcee,
     cohere2,
     exaone4,
     gemma,
@@ -34,10 +35,14 @@ from jaxkv.models.families.dense import (
 )
 from jaxkv.models.families.experts import (
     deepseek,
+    ernie4_5,
     glm4_moe,
     gpt_oss,
     granite_moe,
+    minimax_m2,
     mixtral,
+    olmoe,
+    qwen2_moe,
     qwen3_moe,
 )
 from jaxkv.models.families.family import Family
@@ -76,7 +81,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         llama.FAMILY,
-        mistral.FAMILY,
+        *mistral.FAMILIES,
         qwen2.FAMILY,
         qwen3.FAMILY,
         granite.FAMILY,
@@ -84,6 +89,8 @@ FAMILIES: Mapping[str, Family] = {
         smollm3.FAMILY,
         seed_oss.FAMILY,
         hunyuan.FAMILY,
+        arcee.FAMILY,
+        *ernie4_5.FAMILIES,
         *glm4.FAMILIES,
         *olmo2.FAMILIES,
         exaone4.FAMILY,
@@ -94,6 +101,9 @@ FAMILIES: Mapping[str, Family] = {
         *multimodal.FAMILIES,
         gpt_oss.FAMILY,
         mixtral.FAMILY,
+        minimax_m2.FAMILY,
+        olmoe.FAMILY,
+        qwen2_moe.FAMILY,
         qwen3_moe.FAMILY,
         *granite_moe.FAMILIES,
         glm4_moe.FAMILY,

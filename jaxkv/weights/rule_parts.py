@@ -297,6 +297,18 @@ def fused_gated(prefix: str) -> tuple[Rule, ...]:
     return rule("gate_up", "gate_up_proj.weight"), rule("down", "down_proj.weight")
 
 
+def plain(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a feed-forward of two linear maps with an activation between them."""
+    rule = partial(layer_rule, block="plain", prefix=f"{prefix}.")
+    biased = ("mlp_bias", True)
+    return (
+        rule("up", "up_proj.weight"),
+        rule("up_bias", "up_proj.bias", when=biased),
+        rule("down", "down_proj.weight"),
+        rule("down_bias", "down_proj.bias", when=biased),
+    )
+
+
 def gated_experts(
     prefix: str,
     names: tuple[str, str, str] = GATED_NAMES,
@@ -304,6 +316,7 @@ def gated_experts(
     fused: str = "",
     router: str = "gate.weight",
     correction: str = "gate.e_score_correction_bias",
+    correction_combine: Combine = "copy",
 ) -> tuple[Rule, ...]:
     """Returns the rules of a router and of gated experts, one tensor per expert and projection, or all experts in one.
 
@@ -313,13 +326,19 @@ def gated_experts(
         fused: beginning of the names where all experts are in one tensor; empty for `prefix`.
         router: end of the router's name.
         correction: end of the name of the router's correction.
+        correction_combine: how the correction is stored, see `Rule`.
     """
     rule = partial(layer_rule, block="mixture", prefix=f"{prefix}.")
     experts, fused = "experts.{expert}", fused or prefix
     gate, up, down = names
     return (
         rule("router", router, fused=f"{fused}.{router}"),
-        rule("router_correction", correction, when=("mixture.correction", True)),
+        rule(
+            "router_correction",
+            correction,
+            combine=correction_combine,
+            when=("mixture.correction", True),
+        ),
         rule(
             "experts_up",
             f"{experts}.{gate}.weight",
@@ -350,3 +369,11 @@ def shared_expert(prefix: str) -> tuple[Rule, ...]:
         ),
         rule("shared_down", "down_proj.weight"),
     )
+
+
+def gated_shared_expert(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a shared expert and of the linear map whose sigmoid multiplies its output."""
+    gate = layer_rule(
+        "shared_gate", "shared_expert_gate.weight", block="shared", prefix=f"{prefix}."
+    )
+    return (*shared_expert(f"{prefix}.shared_expert"), gate)

@@ -21,6 +21,7 @@ Combine = Literal[
     "deinterleave_rows",
     "deinterleave_transpose",
     "last_axis_first",
+    "only_row",
 ]
 
 _OF_TRANSPOSED: Mapping[Combine, Combine] = {
@@ -93,6 +94,7 @@ class Rule:
         deinterleave_rows: the same along the second of three axes.
         deinterleave_transpose: "deinterleave", then the last two of three axes exchanged.
         last_axis_first: the last of three axes moved to the front.
+        only_row: the source without its first axis, which has size 1.
         select: some sections of each group of the source's rows (see `regroup`).
 
     Attributes:
@@ -238,6 +240,8 @@ class Recipe:
             return ((shape[0], shape[2], shape[1]),)
         if self.combine == "last_axis_first":
             return ((shape[1], shape[2], shape[0]),)
+        if self.combine == "only_row":
+            return ((1, *shape),)
         if self.combine == "stack_transpose":
             assert len(self.sources) == shape[1], (self, shape)
             return ((shape[0], *shape[2:]),) * len(self.sources)

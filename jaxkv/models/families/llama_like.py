@@ -10,6 +10,7 @@ from jaxkv.config.blocks import (
     MambaConfig,
     MixtureConfig,
     Multipliers,
+    QueryGrowth,
     ShortConvConfig,
     TransformerConfig,
 )
@@ -111,6 +112,7 @@ class Differences(TypedDict, total=False):
     mamba1: Mamba1Config | None
     short_conv: ShortConvConfig | None
     attention_scale: float | None
+    query_growth: QueryGrowth | None
     pattern: tuple[tuple[str, ...], ...]
     owners: tuple[int, ...]
     mamba: MambaConfig | None

@@ -1,4 +1,6 @@
-"""Multimodal models of which only the text part runs: Gemma 3 4B to 27B, Mistral-Small 3.x, Qwen3.5 and 3.6.
+"""Multimodal models of which only the text part runs.
+
+Gemma 3 4B to 27B, Mistral-Small 3.x and Ministral 3, Qwen3.5 and 3.6, Kimi-K2.5.
 
 Given text alone, the whole model computes the same as its text part. config.json has the text part's keys in
 `text_config`; the tensors of the other parts are ignored.
@@ -12,6 +14,7 @@ from typing import NamedTuple
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.dense import gemma3, mistral
+from jaxkv.models.families.experts import deepseek
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
 from jaxkv.models.families.recurrent import qwen3_5
@@ -24,15 +27,15 @@ class Multimodal(NamedTuple):
 
     Attributes:
         model_type: its name in config.json.
-        architecture: its class in `architectures`.
-        text: the family of its text part.
+        architectures: names of its class in config.json's `architectures`.
+        texts: the families that its text part may have, under the same names of tensors; the first if none is named.
         sizes: Transformers' defaults of sizes that `text_config` may leave out.
         ignored: keys of the other parts, separated by blanks.
     """
 
     model_type: str
-    architecture: str
-    text: Family
+    architectures: tuple[str, ...]
+    texts: tuple[Family, ...]
     sizes: Mapping[str, int]
     ignored: str
 
@@ -40,8 +43,8 @@ class Multimodal(NamedTuple):
 _KINDS = (
     Multimodal(
         "gemma3",
-        "Gemma3ForConditionalGeneration",
-        gemma3.FAMILY,
+        ("Gemma3ForConditionalGeneration",),
+        (gemma3.FAMILY,),
         {
             "vocab_size": 262208,
             "hidden_size": 2304,
@@ -54,8 +57,8 @@ _KINDS = (
     ),
     Multimodal(
         "mistral3",
-        "Mistral3ForConditionalGeneration",
-        mistral.FAMILY,
+        ("Mistral3ForConditionalGeneration",),
+        mistral.FAMILIES,
         {
             "vocab_size": 32000,
             "hidden_size": 4096,
@@ -68,8 +71,8 @@ _KINDS = (
     ),
     Multimodal(
         "qwen3_5",
-        "Qwen3_5ForConditionalGeneration",
-        qwen3_5.TEXT,
+        ("Qwen3_5ForConditionalGeneration",),
+        (qwen3_5.TEXT,),
         {
             "vocab_size": 248320,
             "hidden_size": 4096,
@@ -81,8 +84,8 @@ _KINDS = (
     ),
     Multimodal(
         "qwen3_5_moe",
-        "Qwen3_5MoeForConditionalGeneration",
-        qwen3_5.EXPERTS,
+        ("Qwen3_5MoeForConditionalGeneration",),
+        (qwen3_5.EXPERTS,),
         {
             "vocab_size": 248320,
             "hidden_size": 2048,
@@ -91,29 +94,41 @@ _KINDS = (
         },
         "",
     ),
+    Multimodal(
+        "kimi_k25",
+        # The second name is Transformers' own.
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        deepseek.KIMI_FAMILIES,
+        {},
+        "use_unified_vision_chunk video_placeholder projection_hidden_size projection_layer_norm_eps",
+    ),
 )
 
 _PREFIXES = (
+    # As Transformers 5.17 saves Kimi-K2.5.
+    (r"language_model\.model\.blocks\.", "model.layers."),
     (r"language_model\.model\.", "model."),
     (r"language_model\.lm_head\.", "lm_head."),
     (r"model\.language_model\.", "model."),
 )
 """Prefix in the checkpoint (a pattern), of either version of Transformers -> prefix in a model of text alone."""
 
-_OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector|visual)\..+"
+_OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\..+"
 
 
 def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is that of `kind`."""
     keys = ConfigJson(raw)
-    check_architecture(keys, kind.model_type, kind.architecture)
+    check_architecture(keys, kind.model_type, *kind.architectures)
     keys.ignore(f"vision_config {kind.ignored}")
     text = keys.take_object("text_config")
-    named = text.get("model_type", kind.text.model_type)
-    if named != kind.text.model_type:
+    families = {family.model_type: family for family in kind.texts}
+    named = text.get("model_type", kind.texts[0].model_type)
+    family = families.get(named) if isinstance(named, str) else None
+    if family is None:
         raise UnknownConfig(
             f"config.json: text_config sets model_type = {shown(named)}; for {kind.model_type}, only "
-            f"{kind.text.model_type} is supported"
+            f"{' or '.join(families)} is supported"
         )
     if text.get("final_logit_softcapping") is not None:
         raise UnknownConfig(
@@ -122,7 +137,7 @@ def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
         )
     merged = {**kind.sizes, **text, **_of_whole_model(keys, text)}
     keys.finish()
-    return replace(kind.text.read(merged), family=kind.model_type)
+    return replace(family.read(merged), family=kind.model_type)
 
 
 def _of_whole_model(keys: ConfigJson, text: Mapping[str, object]) -> dict[str, object]:
@@ -144,11 +159,11 @@ FAMILIES = tuple(
         kind.model_type,
         partial(from_hf, kind),
         replace(
-            kind.text.rules,
-            ignored=(*kind.text.rules.ignored, _OTHER_PARTS),
+            kind.texts[0].rules,
+            ignored=(*kind.texts[0].rules.ignored, _OTHER_PARTS),
             prefixes=_PREFIXES,
         ),
-        kind.text.mtp,
+        kind.texts[0].mtp,
     )
     for kind in _KINDS
 )

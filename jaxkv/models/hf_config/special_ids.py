@@ -23,6 +23,7 @@ _DEEPSEEK = 1
 DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "ministral3": _LLAMA,
     "qwen2": None,
     "qwen3": None,
     "granite": _LLAMA,
@@ -30,6 +31,9 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "smollm3": 128001,
     "seed_oss": 2,
     "hunyuan_v1_dense": _LLAMA,
+    "arcee": 128001,
+    "ernie4_5": _LLAMA,
+    "ernie4_5_moe": _LLAMA,
     "glm": _GLM,
     "glm4": _GLM,
     "olmo2": _OLMO,
@@ -42,6 +46,9 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "gemma3_text": _GEMMA,
     "gpt_oss": None,
     "mixtral": _LLAMA,
+    "minimax_m2": 200020,
+    "olmoe": _OLMO,
+    "qwen2_moe": None,
     "qwen3_moe": None,
     "granitemoe": _LLAMA,
     "granitemoeshared": _LLAMA,
@@ -64,6 +71,7 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     # Transformers has no class of this name; the model is DeepSeek-V3.
     "kimi_k2": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
 }
 """`model_type` -> default of its config class for `eos_token_id`, the same in Transformers 4.45 to 5.17. A multimodal

@@ -208,6 +208,25 @@ CASES = {
         model="Mistral3ForConditionalGeneration",
         seed=4,
     ),
+    "ministral3": Case(
+        "Ministral3",
+        SMALL
+        | rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.5)
+        | {"sliding_window": 21, "head_dim": 20},
+    ),
+    "arcee": Case("Arcee", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "ernie4.5": Case("Ernie4_5", SMALL | {"head_dim": 24, "use_bias": True}),
+    "ernie4.5-moe": Case(
+        "Ernie4_5_Moe",
+        SMALL
+        | {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm": Case("Glm", SMALL | {"head_dim": 16, "attention_bias": False}),
     "glm4": Case("Glm4", SMALL | {"head_dim": 24}),
     "olmo2": Case("Olmo2", SMALL | {"attention_bias": True}, seed=1),
@@ -317,6 +336,31 @@ CASES = {
     "mixtral": Case("Mixtral", MIXTRAL),
     "mixtral-window-tied": Case(
         "Mixtral", MIXTRAL | {"sliding_window": 7, "head_dim": 20, "tie_word_embeddings": True}
+    ),
+    "minimax-m2": Case(
+        "MiniMaxM2", MIXTRAL | rope("default", partial_rotary_factor=0.5) | {"head_dim": 20}
+    ),
+    "olmoe": Case(
+        "Olmoe",
+        SMALL
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "attention_bias": True,
+        },
+    ),
+    "qwen2-moe": Case(
+        "Qwen2Moe",
+        QWEN_EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "shared_expert_intermediate_size": 40,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "qwen3-moe": Case("Qwen3Moe", QWEN_EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen3-moe-step-window": Case(

@@ -69,6 +69,46 @@ CASES = {
         | YARN,
         shape=ATTENDING,
     ),
+    # As GLM-5: no groups, and rotary pairs beside one another in the indexer.
+    "glm-5": Case(
+        "GlmMoeDsa",
+        {
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "index_n_heads": 16,
+            "index_head_dim": 20,
+            "index_topk": 20,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        shape=ATTENDING,
+    ),
+    # As Kimi-K2.5: DeepSeek-V3 beside a part for images.
+    "kimi-k2.5": Case(
+        "Kimi_K25",
+        {
+            "text_config": ATTENDING
+            | YARN
+            | {
+                "model_type": "deepseek_v3",
+                "q_lora_rank": 24,
+                "n_shared_experts": 1,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+            "projection_hidden_size": 16,
+            "tie_word_embeddings": False,
+        },
+        shape={},
+        model="Kimi_K25ForConditionalGeneration",
+    ),
     # As GLM-4.7-Flash: no groups, and values as wide as keys.
     "glm-flash": Case(
         "Glm4MoeLite",

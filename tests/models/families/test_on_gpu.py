@@ -66,6 +66,15 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+GROWING = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "llama_4_scaling_beta": 0.1,
+    }
+}
 CASES = {
     "llama": ("Llama", SHAPE | {"head_dim": 64}, "bfloat16"),
     "mistral": ("Mistral", SHAPE | {"head_dim": 128, "sliding_window": 64}, "bfloat16"),
@@ -94,6 +103,18 @@ CASES = {
         },
         "bfloat16",
     ),
+    "mistral3, ministral": (
+        "Mistral3",
+        {
+            "text_config": SHAPE | {"model_type": "ministral3", "head_dim": 128} | GROWING,
+            "vision_config": VISION | {"model_type": "pixtral"},
+        },
+        "bfloat16",
+    ),
+    "ministral3": ("Ministral3", SHAPE | {"head_dim": 128} | GROWING, "bfloat16"),
+    "arcee": ("Arcee", SHAPE | {"head_dim": 128}, "bfloat16"),
+    # Five query heads for each of keys.
+    "ernie4.5": ("Ernie4_5", SHAPE | {"num_attention_heads": 10, "head_dim": 128}, "bfloat16"),
     "granite": (
         "Granite",
         SHAPE
@@ -144,6 +165,35 @@ CASES = {
     "mixtral": (
         "Mixtral",
         SHAPE | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
+        "bfloat16",
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        SHAPE
+        | {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 128}
+        | {"num_attention_heads": 4},
+        "bfloat16",
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        SHAPE
+        | {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128}
+        | {"head_dim": 128}
+        | {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        "bfloat16",
+    ),
+    "olmoe": (
+        "Olmoe",
+        SHAPE
+        | {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128}
+        | {"num_attention_heads": 2},
+        "bfloat16",
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        SHAPE
+        | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+        | {"shared_expert_intermediate_size": 256, "num_attention_heads": 4},
         "bfloat16",
     ),
     "qwen3-moe": (
@@ -205,6 +255,22 @@ CASES = {
         "DeepseekV32",
         SPARSE | {"num_attention_heads": 128, "num_key_value_heads": 128},
         "fp8",
+    ),
+    "glm-5": (
+        "GlmMoeDsa",
+        SPARSE
+        | {"num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1}
+        | {"qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
+        "bfloat16",
+    ),
+    "kimi-k2.5": (
+        "Kimi_K25",
+        {
+            "text_config": LATENT
+            | {"model_type": "deepseek_v3", "q_lora_rank": 128, "n_group": 1, "topk_group": 1},
+            "vision_config": {key: VISION[key] for key in VISION if key != "image_size"},
+        },
+        "bfloat16",
     ),
     "granite-4-tiny": (
         "GraniteMoeHybrid",

@@ -310,7 +310,9 @@ def test_a_missing_size_is_named(key):
 
 @pytest.mark.parametrize("model_type", ["gpt2", None, 3, ["llama"], "__class__"])
 def test_an_unknown_family_is_refused_with_the_supported_ones(model_type):
-    with pytest.raises(UnknownConfig, match="supported are llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        UnknownConfig, match="supported are llama, mistral, ministral3, qwen2, qwen3"
+    ):
         read_config(TINY | {"model_type": model_type})
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxkv.config.blocks import QueryGrowth
 from jaxkv.config.model import RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import read_config
@@ -277,7 +278,83 @@ MISTRAL_3 = {
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
     "vision_feature_layer": -1,
 }
+MINISTRAL = {
+    "architectures": ["Ministral3ForCausalLM"],
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 262144,
+    "model_type": "ministral3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+        "type": "yarn",
+    },
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "vocab_size": 131072,
+}
+ARCEE = {
+    "architectures": ["ArceeForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "relu2",
+    "hidden_size": 2560,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "arcee",
+    "num_attention_heads": 20,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 20.0,
+        "mscale": 1.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128004,
+}
+ERNIE_4_5 = {
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "vocab_size": 103424,
+}
 FILES = {
+    "Arcee": ARCEE,
+    "Ernie4_5": ERNIE_4_5,
+    "Ministral3": MINISTRAL,
     "Gemma": GEMMA,
     "Granite": GRANITE,
     "SeedOss": SEED_OSS,
@@ -296,8 +373,12 @@ FILES = {
 }
 """Prefix of the classes in Transformers -> a file with the keys of a published one."""
 
+ERNIE_ROPE = RopeConfig(rotary_dim=128, theta=500000.0)
 EVERY_FOURTH = tuple(range(3, 32, 4))
 EXPECTED = {
+    "Arcee": {"pattern": (("attention", "plain"),) * 36, "activation": "relu2"},
+    "Ernie4_5": {"qkv_bias": False, "tie_embeddings": True, "rope": ERNIE_ROPE},
+    "Ministral3": {"query_growth": QueryGrowth(beta=0.1, length=16384), "max_positions": 262144},
     "Gemma": {"unit_offset": True, "activation": "gelu", "tie_embeddings": True, "kv_heads": 1},
     "Granite": {"attention_scale": 0.0078125, "norm_eps": 1e-5, "tie_embeddings": True},
     "SeedOss": {"qkv_bias": True, "o_bias": False, "head_dim": 128, "tie_embeddings": False},
@@ -337,6 +418,18 @@ def test_factors_of_activations_are_read():
     assert (granite.embedding, granite.residual, granite.logits) == (12.0, 0.22, 1 / 16)
     assert cohere.logits == 0.25
     assert read_config(GEMMA).multipliers.embedding == math.sqrt(2048)
+
+
+def test_the_text_part_of_mistral_3_may_be_ministral():
+    text = {key: MINISTRAL[key] for key in MINISTRAL if key not in ("architectures", "dtype")}
+    config = read_config(MISTRAL_3 | {"text_config": text, "dtype": "bfloat16"})
+    assert config == replace(read_config(MINISTRAL), family="mistral3")
+
+
+def test_ministral_needs_the_rate_at_which_its_queries_grow():
+    rope = {key: MINISTRAL["rope_parameters"][key] for key in ("rope_theta", "rope_type")}
+    with pytest.raises(ValueError, match=r"rope_parameters lacks llama_4_scaling_beta"):
+        read_config(MINISTRAL | {"rope_parameters": rope})
 
 
 def test_longrope_has_two_lists_of_factors_and_the_length_that_chooses_between_them():

@@ -97,7 +97,73 @@ GLM_4_5 = ATTENDING | {
     "topk_group": 1,
     "use_qk_norm": True,
 }
+MINIMAX_M2 = ATTENDING | {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1, 1, 1, 1],
+    "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+    "head_dim": 16,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 16,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+OLMOE = ATTENDING | {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "clip_qkv": None,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.01,
+}
+QWEN2_MOE = ATTENDING | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "max_window_layers": 4,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 48,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+ERNIE_4_5 = ATTENDING | {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "moe_capacity": [16, 16, 16],
+    "moe_gate": "topk",
+    "moe_intermediate_size": 24,
+    "moe_k": 4,
+    "moe_layer_end_index": 3,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_experts": 16,
+    "moe_num_shared_experts": 2,
+    "moe_use_aux_free": True,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+}
 ALL = {
+    "ernie-4.5": ERNIE_4_5,
+    "minimax-m2": MINIMAX_M2,
+    "olmoe": OLMOE,
+    "qwen2-moe": QWEN2_MOE,
     "glm-4.5": GLM_4_5,
     "mixtral": MIXTRAL,
     "qwen3-moe": QWEN3_MOE,
@@ -105,6 +171,10 @@ ALL = {
     "granite-shared": GRANITE_SHARED,
 }
 CLASSES = {
+    "ernie-4.5": "Ernie4_5_Moe",
+    "minimax-m2": "MiniMaxM2",
+    "olmoe": "Olmoe",
+    "qwen2-moe": "Qwen2Moe",
     "glm-4.5": "Glm4Moe",
     "mixtral": "Mixtral",
     "qwen3-moe": "Qwen3Moe",
@@ -161,6 +231,41 @@ def test_glm_has_dense_layers_first_and_leaves_out_the_layer_of_further_tokens()
     rules = rules_for(config)
     assert rules.ignores("model.layers.4.eh_proj.weight", config)
     assert not rules.ignores("model.layers.5.eh_proj.weight", config)
+
+
+def test_minimax_rotates_as_much_as_its_own_code_does():
+    """Transformers 5.17 rotates whole heads of published files, which give the width and not the share."""
+    assert read_config(MINIMAX_M2).rope.rotary_dim == 16
+    assert read_config(MINIMAX_M2 | {"rotary_dim": 8}).rope.rotary_dim == 8
+    assert read_config(MINIMAX_M2 | {"partial_rotary_factor": 0.5}).rope.rotary_dim == 8
+    both = {"rotary_dim": 8, "partial_rotary_factor": 0.5}
+    assert read_config(MINIMAX_M2 | both).rope.rotary_dim == 8
+    with pytest.raises(UnknownConfig, match=r"rotary_dim = 12.* rotates 8 of 16"):
+        read_config(MINIMAX_M2 | both | {"rotary_dim": 12})
+
+
+def test_minimax_and_ernie_correct_the_choice_of_experts():
+    minimax, ernie = read_config(MINIMAX_M2), read_config(ERNIE_4_5)
+    routing = {"experts": 16, "top_k": 4, "gated": True, "correction": True}
+    assert minimax.mixture == MixtureConfig(**routing, size=96, scoring="sigmoid")
+    assert ernie.mixture == MixtureConfig(**routing, size=24, sum_eps=1e-12, shared_size=48)
+    assert minimax.wide_qk_norm
+
+
+def test_ernie_has_experts_in_every_nth_layer_between_two():
+    feed_forwards = [stages[1] for stages in read_config(ERNIE_4_5).pattern]
+    assert feed_forwards == ["gated"] + ["mixture+shared"] * 3
+    some = {"moe_layer_interval": 2, "moe_layer_end_index": -1, "moe_num_shared_experts": 0}
+    feed_forwards = [stages[1] for stages in read_config(ERNIE_4_5 | some).pattern]
+    assert feed_forwards == ["gated", "mixture"] * 2
+
+
+def test_windows_of_qwen2_moe_need_the_kinds_of_its_layers():
+    used = QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 64}
+    with pytest.raises(UnknownConfig, match="use_sliding_window without layer_types"):
+        read_config(used)
+    kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2}
+    assert read_config(used | kinds).windows == (None, 64) * 2
 
 
 def test_a_window_is_that_of_every_layer():
@@ -223,6 +328,13 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("granite-moe", {"shared_intermediate_size": 48}),
         ("granite-moe", {"position_embedding_type": "nope"}),
         ("glm-4.5", {"scoring_func": "softmax"}),
+        ("minimax-m2", {"scoring_func": "softmax"}),
+        ("minimax-m2", {"attn_type_list": [1, 0, 1, 1]}),
+        ("minimax-m2", {"shared_intermediate_size": 24}),
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("ernie-4.5", {"use_bias": True}),
+        ("ernie-4.5", {"moe_norm_min": 0.5}),
+        ("ernie-4.5", {"moe_use_aux_free": False}),
         ("qwen3-moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}),
     ],
 )

@@ -186,6 +186,43 @@ V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
     "index_topk": 2048,
     "quantization_config": V3["quantization_config"] | {"scale_fmt": "ue8m0"},
 }
+GLM_5 = GLM_4_7_FLASH | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "head_dim": 64,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+}
+KIMI_K2_5 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
+    "dtype": "bfloat16",
+    "media_placeholder_token_id": 163605,
+    "model_type": "kimi_k25",
+    "text_config": {key: KIMI_K2[key] for key in KIMI_K2 if key != "quantization_config"},
+    "tie_word_embeddings": False,
+    "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {"mm_hidden_size": 1152, "model_type": "kimi_k25"},
+}
 
 
 @pytest.mark.parametrize(
@@ -197,8 +234,10 @@ V32 = {key: value for key, value in V3.items() if key != "auto_map"} | {
         (KIMI_K2, 61, 384, 0),
         (MOONLIGHT, 27, 64, 0),
         (GLM_4_7_FLASH, 47, 64, 1),
+        (GLM_5, 78, 256, 1),
+        (KIMI_K2_5, 61, 384, 0),
     ],
-    ids=["v2-lite", "v3", "v3.2", "kimi-k2", "moonlight", "glm-4.7-flash"],
+    ids=["v2-lite", "v3", "v3.2", "kimi-k2", "moonlight", "glm-4.7-flash", "glm-5", "kimi-k2.5"],
 )
 def test_what_is_published_is_read(file, layers, experts, further):
     config = read_config(file)
@@ -210,7 +249,7 @@ def test_what_is_published_is_read(file, layers, experts, further):
     assert config.mixture is not None
     assert (config.mixture.experts, config.dtype) == (experts, "bfloat16")
     assert config.latent is not None
-    assert (config.latent.stored, config.latent.index is not None) == (576, file is V32)
+    assert (config.latent.stored, config.latent.index is not None) == (576, file in (V32, GLM_5))
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name():
@@ -219,6 +258,35 @@ def test_kimi_k2_is_deepseek_v3_by_another_name():
     assert config == replace(renamed, family="kimi_k2")
     assert rules_for(config) == rules_for(renamed)
     assert (config.mixture.groups, config.mixture.top_groups, config.mixture.scale) == (1, 1, 2.827)
+
+
+def test_the_text_part_of_kimi_k2_5_is_kimi_k2():
+    config, text = read_config(KIMI_K2_5), read_config(KIMI_K2_5["text_config"])
+    assert config == replace(text, family="kimi_k25")
+
+
+def test_the_indexer_of_glm_5_has_other_rotary_pairs_than_that_of_v3_2():
+    for file, pairs in ((V32, False), (GLM_5, True)):
+        index = read_config(file).latent.index
+        assert index is not None
+        assert index.pairs == pairs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"indexer_types": ["full"] * 3 + ["shared"] * 75},
+        {"index_topk_freq": 4},
+        {"index_topk_pattern": "F" + "S" * 77},
+        {"indexer_rope_interleave": False},
+        {"rope_interleave": False},
+    ],
+)
+def test_glm_5_without_an_indexer_of_each_layers_own_is_refused_by_name(change):
+    assert read_config(GLM_5 | {"indexer_types": ["full"] * 78, "index_topk_freq": 1})
+    [key] = change
+    with pytest.raises(UnknownConfig, match=key):
+        read_config(GLM_5 | change)
 
 
 def test_keys_that_glm_flash_leaves_out_have_the_values_of_its_class():

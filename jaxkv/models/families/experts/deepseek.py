@@ -1,7 +1,7 @@
 """DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention (sparse in -V3.2) and mixtures of many small experts.
 
 Kimi-K2 is DeepSeek-V3 under a `model_type` of its own, Moonlight is one under its name, and GLM-4.7-Flash is one with
-other defaults.
+other defaults. GLM-5 is DeepSeek-V3.2 with other rotary pairs in the indexer.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from jaxkv.models.families.llama_like import (
     MTP_AFTER_LAST,
     check_architecture,
     llama_rules,
+    require,
     take_dtype,
     take_mtp_layers,
     take_nullable_int,
@@ -34,6 +35,7 @@ from jaxkv.weights.rule_parts import (
     shared_expert,
     sparse_latent_attention,
 )
+from jaxkv.wording import shown
 
 
 def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
@@ -117,7 +119,71 @@ _GLM4_MOE_LITE = {
 
 def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "deepseek_v32"."""
-    keys = ConfigJson(raw)
+    return _read_sparse(
+        ConfigJson(raw),
+        "deepseek_v32",
+        architecture="DeepseekV32ForCausalLM",
+        max_positions=163840,
+        index_heads=64,
+        index_pairs=False,
+    )
+
+
+def from_hf_glm_moe_dsa(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "glm_moe_dsa" (GLM-5 and 5.1)."""
+    keys = ConfigJson({**_GLM_MOE_DSA, **raw})
+    _refuse_shared_indexers(keys)
+    # Files repeat what Transformers' class always does.
+    require(keys, "glm_moe_dsa", rope_interleave=True, indexer_rope_interleave=True)
+    require(keys, "glm_moe_dsa", moe_router_dtype="float32")
+    return _read_sparse(
+        keys,
+        "glm_moe_dsa",
+        architecture="GlmMoeDsaForCausalLM",
+        max_positions=202752,
+        index_heads=32,
+        index_pairs=True,
+    )
+
+
+# What Transformers takes for keys that are not in the file, where it differs from DeepSeek-V3.2.
+_GLM_MOE_DSA = {
+    "n_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "topk_group": 1,
+    "v_head_dim": 256,
+}
+
+
+def _refuse_shared_indexers(keys: ConfigJson) -> None:
+    """Raises `UnknownConfig` if layers attend to the tokens that the indexer of an earlier layer chose (GLM-5.2)."""
+    # They matter to layers that share alone.
+    keys.ignore("index_skip_topk_offset index_share_for_mtp_iteration")
+    shares = {
+        "indexer_types": (None, ["full"] * take_num_layers(keys)),
+        "index_topk_freq": (None, 1),
+        "index_topk_pattern": (None, "F" * take_num_layers(keys)),
+    }
+    for name, alone in shares.items():
+        if keys.take(name, None) not in alone:
+            raise UnknownConfig(
+                f"config.json sets {name} = {shown(keys.take(name))}; layers that attend to what an earlier layer's "
+                "indexer chose (GLM-5.2) are not supported: take GLM-5 or 5.1"
+            )
+
+
+def _read_sparse(
+    keys: ConfigJson,
+    family: str,
+    *,
+    architecture: str,
+    max_positions: int,
+    index_heads: int,
+    index_pairs: bool,
+) -> ModelConfig:
+    """Reads the keys of a version with sparse attention; `index_heads` is Transformers' default."""
     num_layers, dense = take_num_layers(keys), _take_dense(keys, 3)
     attending = keys.take("layer_types", None)
     if attending not in (None, ["deepseek_sparse_attention"] * num_layers):
@@ -127,17 +193,18 @@ def from_hf_v32(raw: Mapping[str, object]) -> ModelConfig:
         )
     return _read(
         keys,
-        "deepseek_v32",
-        architecture="DeepseekV32ForCausalLM",
+        family,
+        architecture=architecture,
         mixture=_mixture_v3(keys),
         dense=dense,
-        max_positions=163840,
+        max_positions=max_positions,
         pairs=True,
         mtp_layers=take_mtp_layers(keys),
         index=IndexConfig(
-            heads=keys.take_int("index_n_heads", 64),
+            heads=keys.take_int("index_n_heads", index_heads),
             head_dim=keys.take_int("index_head_dim", 128),
             topk=keys.take_int("index_topk", 2048),
+            pairs=index_pairs,
         ),
     )
 
@@ -305,10 +372,16 @@ _RULES = llama_rules(
     further_layers=FURTHER_LAYERS,
 )
 
+KIMI_FAMILIES = (
+    Family("kimi_k2", partial(from_hf_v3, family="kimi_k2"), _RULES, MTP_AFTER_LAST),
+    Family("deepseek_v3", from_hf_v3, _RULES, MTP_AFTER_LAST),
+)
+"""Names of Kimi-K2: its own, and that with which Transformers saves the text part of Kimi-K2.5."""
+
 FAMILIES = (
     Family("deepseek_v2", from_hf_v2, _RULES),
-    Family("deepseek_v3", from_hf_v3, _RULES, MTP_AFTER_LAST),
-    Family("kimi_k2", partial(from_hf_v3, family="kimi_k2"), _RULES, MTP_AFTER_LAST),
+    *KIMI_FAMILIES,
     Family("deepseek_v32", from_hf_v32, _RULES, MTP_AFTER_LAST),
+    Family("glm_moe_dsa", from_hf_glm_moe_dsa, _RULES, MTP_AFTER_LAST),
     Family("glm4_moe_lite", from_hf_glm4_moe_lite, _RULES, MTP_AFTER_LAST),
 )

@@ -44,6 +44,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     )
 
 
-_EXPERT_RULES = gated_experts(f"{LAYER}block_sparse_moe", ("w1", "w3", "w2"), fused=f"{LAYER}mlp")
+MIXTRAL_NAMES = ("w1", "w3", "w2")
+"""Names of an expert's gate, its factor and the projection of their product."""
+
+_EXPERT_RULES = gated_experts(f"{LAYER}block_sparse_moe", MIXTRAL_NAMES, fused=f"{LAYER}mlp")
 
 FAMILY = Family("mixtral", from_hf, llama_rules(*LLAMA_BLOCKS, *_EXPERT_RULES))

@@ -73,6 +73,30 @@ def take_experts(keys: ConfigJson, default: int) -> int:
     return keys.take_int(name, default, high=MAX_EXPERTS)
 
 
+def take_qwen_mixture(
+    keys: ConfigJson, *, experts: int, top_k: int, size: int, shared_size: int, renormalise: bool
+) -> MixtureConfig:
+    """Returns the sizes of the experts and of the shared one, whose output has a gate (Qwen2-MoE, Qwen3-Next).
+
+    Args:
+        keys: config.json.
+        experts: Transformers' default number.
+        top_k: Transformers' default.
+        size: Transformers' default of an expert's inner width.
+        shared_size: Transformers' default of the shared expert's.
+        renormalise: see `MixtureConfig`.
+    """
+    return MixtureConfig(
+        experts=take_experts(keys, experts),
+        top_k=keys.take_int("num_experts_per_tok", top_k, high=MAX_EXPERTS),
+        size=keys.take_int("moe_intermediate_size", size),
+        gated=True,
+        renormalise=renormalise,
+        shared_size=keys.take_int("shared_expert_intermediate_size", shared_size),
+        shared_gate=True,
+    )
+
+
 _RULES = llama_rules(*LLAMA_BLOCKS, *gated_experts(f"{LAYER}mlp"))
 
 FAMILY = Family("qwen3_moe", from_hf, _RULES)

@@ -16,7 +16,15 @@ from jaxkv.models.families.llama_like import (
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.models.hf_config.mamba_json import MambaKeys, read_mamba, take_layer_kinds
 from jaxkv.models.hf_config.special_ids import take_special_ids
-from jaxkv.weights.rule_parts import BACKBONE, attention, embeddings, layer_rule, mamba2, norms
+from jaxkv.weights.rule_parts import (
+    BACKBONE,
+    attention,
+    embeddings,
+    layer_rule,
+    mamba2,
+    norms,
+    plain,
+)
 from jaxkv.weights.rules import RuleSet
 
 _KEYS = MambaKeys(
@@ -121,10 +129,9 @@ def _mixture(keys: ConfigJson, *, used: bool) -> MixtureConfig | None:
     )
 
 
-_plain = partial(layer_rule, block="plain", prefix=f"{BACKBONE}mixer.")
 _mixture_rule = partial(layer_rule, block="mixture", prefix=f"{BACKBONE}mixer.")
 _shared = partial(layer_rule, block="shared", prefix=f"{BACKBONE}mixer.")
-_BIASED, _LATENT = ("mlp_bias", True), ("mixture.has_latent", True)
+_LATENT = ("mixture.has_latent", True)
 
 _RULES = RuleSet(
     rules=(
@@ -132,10 +139,7 @@ _RULES = RuleSet(
         norms(f"{BACKBONE}norm.weight"),
         *attention(f"{BACKBONE}mixer"),
         *mamba2(f"{BACKBONE}mixer"),
-        _plain("up", "up_proj.weight"),
-        _plain("up_bias", "up_proj.bias", when=_BIASED),
-        _plain("down", "down_proj.weight"),
-        _plain("down_bias", "down_proj.bias", when=_BIASED),
+        *plain(f"{BACKBONE}mixer"),
         _mixture_rule("router", "gate.weight"),
         _mixture_rule("router_correction", "gate.e_score_correction_bias"),
         _mixture_rule("experts_up", "experts.{expert}.up_proj.weight", combine="stack"),

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 from jaxkv.config.model import ModelConfig
+from jaxkv.models.families.experts.qwen3_moe import take_qwen_mixture
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import require, take_num_layers
 from jaxkv.models.families.recurrent.qwen3_next import (
     QWEN_MTP,
     qwen_delta_rules,
     read_qwen_delta,
-    take_qwen_mixture,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.weights.rule_parts import LAYER, split_delta
@@ -44,7 +44,9 @@ def from_hf_moe(raw: Mapping[str, object]) -> ModelConfig:
         ),
         kv_heads=2,
         feed_forwards=["mixture+shared"] * take_num_layers(keys),
-        mixture=take_qwen_mixture(keys, experts=256, top_k=8, renormalise=True),
+        mixture=take_qwen_mixture(
+            keys, experts=256, top_k=8, size=512, shared_size=512, renormalise=True
+        ),
         ffn_key="moe_intermediate_size",
     )
 

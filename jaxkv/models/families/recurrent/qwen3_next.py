@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxkv.config.blocks import MAX_EXPERTS, DeltaConfig, MixtureConfig
+from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.experts.qwen3_moe import qwen_feed_forwards, take_experts
+from jaxkv.models.families.experts.qwen3_moe import qwen_feed_forwards, take_qwen_mixture
 from jaxkv.models.families.family import Family, MtpNames
 from jaxkv.models.families.llama_like import llama_rules, read_llama_like, take_num_layers
 from jaxkv.models.hf_config.config_json import ConfigJson
@@ -16,8 +16,7 @@ from jaxkv.weights.rule_parts import (
     gated,
     gated_attention,
     gated_experts,
-    layer_rule,
-    shared_expert,
+    gated_shared_expert,
 )
 from jaxkv.weights.rules import Rule, RuleSet
 
@@ -34,7 +33,12 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         kv_heads=2,
         feed_forwards=qwen_feed_forwards(keys, take_num_layers(keys), "mixture+shared"),
         mixture=take_qwen_mixture(
-            keys, experts=512, top_k=10, renormalise=keys.take_bool("norm_topk_prob", True)
+            keys,
+            experts=512,
+            top_k=10,
+            size=512,
+            shared_size=512,
+            renormalise=keys.take_bool("norm_topk_prob", True),
         ),
     )
 
@@ -104,28 +108,6 @@ def read_qwen_delta(
     )
 
 
-def take_qwen_mixture(
-    keys: ConfigJson, *, experts: int, top_k: int, renormalise: bool
-) -> MixtureConfig:
-    """Returns the sizes of the experts and of the shared one, whose output has a gate.
-
-    Args:
-        keys: config.json.
-        experts: Transformers' default number.
-        top_k: Transformers' default.
-        renormalise: see `MixtureConfig`.
-    """
-    return MixtureConfig(
-        experts=take_experts(keys, experts),
-        top_k=keys.take_int("num_experts_per_tok", top_k, high=MAX_EXPERTS),
-        size=keys.take_int("moe_intermediate_size", 512),
-        gated=True,
-        renormalise=renormalise,
-        shared_size=keys.take_int("shared_expert_intermediate_size", 512),
-        shared_gate=True,
-    )
-
-
 def qwen_delta_rules(mixer: tuple[Rule, ...]) -> RuleSet:
     """Returns the weight rules of Qwen's models with gated delta mixers, given those of the mixer."""
     return llama_rules(
@@ -133,8 +115,7 @@ def qwen_delta_rules(mixer: tuple[Rule, ...]) -> RuleSet:
         *mixer,
         *gated(f"{LAYER}mlp"),
         *gated_experts(f"{LAYER}mlp"),
-        *shared_expert(f"{LAYER}mlp.shared_expert"),
-        layer_rule("shared_gate", f"{LAYER}mlp.shared_expert_gate.weight", block="shared"),
+        *gated_shared_expert(f"{LAYER}mlp"),
         offset=1.0,
         # Layers that predict further tokens.
         ignored=(r"mtp\..*",),
