@@ -113,10 +113,12 @@ class CommandLoop:
             if not self._engine.has_work:
                 # An abort has ended the work that they waited for, so there is no next step.
                 self._run_later()
-                if self._commands.empty():
-                    self._engine.check_if_idle()
             if inlet is not None:
-                inlet.receive(wait=not self._engine.has_work and self._commands.empty())
+                inlet.receive(wait=False)
+            if not (self._engine.has_work or self._later) and self._commands.empty():
+                self._engine.check_if_idle()
+                if inlet is not None:
+                    inlet.receive(wait=True)
             try:
                 command = self._commands.get(block=inlet is None and not self._engine.has_work)
             except queue.Empty:

@@ -114,8 +114,10 @@ def serve_stream(lock: EngineLock, engine: Engine, request: Request) -> Generato
                 raise sample.error
             yield piece
             if piece.finish_reason is not None:
-                with lock.held():
-                    engine.check_if_idle()
+                # The text is complete, whatever another thread does with the engine.
+                with lock.held_if_free() as is_free:
+                    if is_free:
+                        engine.check_if_idle()
                 return
     finally:
         lock.defer(lambda: engine.abort(sample))

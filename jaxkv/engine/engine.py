@@ -405,7 +405,8 @@ class Engine:
     def check_if_idle(self) -> None:
         """Checks the records of pages and states if no request is left and a check is due.
 
-        Callers have handed over all results before, which must not wait for the check.
+        Streams, and the loop of an `AsyncLLM` and of the server, have handed over all results before. A blocking call
+        returns after the check.
 
         Raises:
             CorruptBooks: two records contradict each other.

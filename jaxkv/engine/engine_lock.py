@@ -83,6 +83,23 @@ class EngineLock:
         finally:
             self._release()
 
+    @contextmanager
+    def held_if_free(self) -> Iterator[bool]:
+        """Acquires the lock if it is free, and releases it at the end; yields whether it was free. It never waits."""
+        # In a forked child, a thread that exists only in the parent may hold the lock.
+        if self.is_closed:
+            yield False
+            return
+        with self._changed:
+            is_free = self._thread is None and not self._lent and not self._why_closed
+            if is_free:
+                self._thread = threading.get_ident()
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._release()
+
     def lend(self) -> None:
         """Lends the lock until `take_back`, which any thread may call.
 

@@ -202,13 +202,16 @@ def test_an_inlet_is_read_between_two_steps_and_waited_for_only_without_work():
         lambda: None,
         lambda: loop.put(lambda: give(engine, 1)),
         lambda: None,
+        lambda: None,
         lambda: loop.end(),
     )
     loop = CommandLoop(engine, EngineLock(), lambda: None, inlet)
     loop.run()
-    # Twice without work; before each of two steps; with a command; and at the end.
-    assert inlet.waited == [True, True, False, True, False, True]
+    # Without work, then waited for; before a step; with a command; before its step; and without work again.
+    assert inlet.waited == [False, True, False, False, False, False, True]
     assert inlet.wakes == 2
+    # Books are checked before each wait alone: a request that has arrived comes first.
+    assert engine.checks == 2
 
 
 def test_what_an_inlet_puts_off_comes_when_no_work_is_left():
@@ -218,6 +221,8 @@ def test_what_an_inlet_puts_off_comes_when_no_work_is_left():
         loop.put_later(lambda: seen.append("later"))
         loop.put_later(loop.end)
 
-    loop = CommandLoop(engine, EngineLock(), lambda: None, Inlet(put_off, lambda: None))
+    inlet = Inlet(put_off, lambda: None)
+    loop = CommandLoop(engine, EngineLock(), lambda: None, inlet)
     loop.run()
     assert seen == ["later"]
+    assert inlet.waited == [False, False]

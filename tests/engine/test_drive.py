@@ -1,5 +1,7 @@
 """Whole requests over the engine: usage and timing are counted once, also after preemptions, failures and aborts."""
 
+import threading
+
 import pytest
 
 from jaxkv.engine.drive import output_of, serve_all, serve_stream
@@ -39,6 +41,32 @@ def test_a_stream_goes_on_while_others_are_served_and_is_not_cleared_up_with_the
     wanted = oracle(REQUESTS)
     assert (tuple(tokens), tuple(other.token_ids)) == (wanted[0].token_ids, wanted[1].token_ids)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("use", ["none", "held", "lent", "closed"])
+def test_a_complete_stream_ends_whatever_others_do_with_the_engine(use, monkeypatch):
+    engine, lock, checks = engine_for(), EngineLock(), []
+    monkeypatch.setattr(engine, "check_if_idle", lambda: checks.append(use))
+    begun, end = threading.Event(), threading.Event()
+
+    def hold():
+        with lock.held():
+            begun.set()
+            end.wait(60)
+
+    pieces = serve_stream(lock, engine, REQUESTS[0])
+    for piece in pieces:
+        if piece.finish_reason is not None:
+            break
+    holder = threading.Thread(target=hold, daemon=True)
+    if use == "held":
+        holder.start()
+        begun.wait(10)
+    elif use != "none":
+        {"lent": lock.lend, "closed": lock.close}[use]()
+    assert list(pieces) == []
+    assert checks == (["none"] if use == "none" else [])
+    end.set()
 
 
 def test_a_request_that_can_never_be_served_leaves_nothing_of_the_others_behind():

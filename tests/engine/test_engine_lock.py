@@ -76,6 +76,27 @@ def test_a_lent_lock_refuses_callers_until_it_is_taken_back():
     assert told == ["refused"]
 
 
+def test_a_lock_that_is_not_free_is_not_waited_for():
+    lock, found = EngineLock(), []
+
+    def look():
+        with lock.held_if_free() as is_free:
+            found.append(is_free)
+
+    with lock.held():
+        look()
+        in_thread(look).join(10)
+    look()
+    lock.lend()
+    look()
+    lock.take_back()
+    with lock.held_if_free():
+        in_thread(look).join(10)
+    lock.close()
+    look()
+    assert found == [False, False, True, False, False, False]
+
+
 def test_the_lock_is_not_lent_while_another_thread_holds_it():
     lock, begun, end = EngineLock(), threading.Event(), threading.Event()
 
