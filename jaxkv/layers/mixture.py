@@ -354,11 +354,16 @@ def _rows(weight: Float[Array, "a b inner"] | FewBits, rows: int) -> Any:  # noq
 def _in_blocks(
     run: Callable[..., Float[Array, "block width"]], block: int, *parts: Array
 ) -> Float[Array, "tokens width"]:
-    """Runs a function over blocks of `block` tokens sequentially; the last block is padded with zeros."""
+    """Runs a function over blocks of `block` tokens sequentially; the last block is padded with its last token.
+
+    A padding token chooses different experts then, as `group_rows` wants of each token.
+    """
     tokens = len(parts[0])
     if tokens <= block:
         return run(*parts)
     padding = ((0, -tokens % block), (0, 0))
-    blocks = [jnp.pad(part, padding).reshape(-1, block, part.shape[1]) for part in parts]
+    blocks = [
+        jnp.pad(part, padding, mode="edge").reshape(-1, block, part.shape[1]) for part in parts
+    ]
     out = jax.lax.map(lambda parts: run(*parts), tuple(blocks))
     return out.reshape(-1, out.shape[2])[:tokens]

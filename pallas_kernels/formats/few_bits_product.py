@@ -43,13 +43,12 @@ def product(
             `MOST_WIDENED`.
     """
     out, inner = weight.shape
-    if most_widened is None and widens_whole(weight, x):
-        # The weight depends on nothing, so XLA could widen those of all of a model's products at once.
-        weight, x = lax.optimization_barrier((weight, x))
-        return _whole(weight, x, result)
+    is_whole = most_widened is None and widens_whole(weight, x)
     most_widened = MOST_WIDENED if most_widened is None else most_widened
     height = max(1, most_widened // max(1, inner))
-    if height >= out:
+    if is_whole or height >= out:
+        # The weight depends on nothing, so XLA could widen those of all of a model's products at once.
+        weight, x = lax.optimization_barrier((weight, x))
         return _whole(weight, x, result)
     height = height // _TILE * _TILE or height
 

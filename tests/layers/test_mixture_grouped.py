@@ -56,6 +56,27 @@ def test_many_tokens_are_asked_for_in_blocks(monkeypatch):
     assert [eqn.params["length"] for eqn in loops] == [-(-len(x) // 5)]
 
 
+def test_no_token_of_a_block_asks_for_an_expert_twice(monkeypatch):
+    """Padding of the last block neither: the kernel would leave rows of it undefined."""
+    mixture, sort, seen = CASES["granite"], layer.group_rows, []
+    params, x = drawn(mixture)
+    monkeypatch.setattr(
+        layer, "_MOST_SORTED", 5 * mixture.top_k * max(params["experts_up"].shape[1:])
+    )
+
+    def look(x, chosen, groups, **options):
+        jax.debug.callback(lambda ids: seen.append(np.sort(ids, axis=1)), chosen)
+        return sort(x, chosen, groups, **options)
+
+    monkeypatch.setattr(layer, "group_rows", look)
+    run = partial(mixture_of_experts, mixture=mixture, activation="silu", grouped="xla")
+    jax.block_until_ready(jax.jit(run)(params, jnp.asarray(x)))
+    jax.effects_barrier()
+    chosen = np.concatenate(seen)
+    assert len(chosen) > len(x)
+    assert (chosen[:, 1:] != chosen[:, :-1]).all()
+
+
 def test_tokens_do_not_see_each_other_not_even_broken_ones():
     """The places of a token's rows change with its neighbours. No bit of its result does."""
     mixture = CASES["nemotron"]

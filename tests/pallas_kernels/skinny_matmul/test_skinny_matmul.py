@@ -116,22 +116,26 @@ def test_a_weight_in_few_bits_is_widened_a_few_rows_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "is_whole"),
+    ("kind", "rows", "is_fixed", "is_whole"),
     [
-        ("e4m3 by 128", 512, True),
-        ("e4m3 by 128", 511, False),
-        ("e4m3 by row", 4096, False),
-        ("int4 by 128, zeros", 4096, True),
-        ("mxfp4", 4095, False),
+        ("e4m3 by 128", 512, False, True),
+        ("e4m3 by 128", 512, True, False),
+        ("e4m3 by 128", 511, False, False),
+        ("e4m3 by row", 4096, False, False),
+        ("int4 by 128, zeros", 4096, False, True),
+        ("mxfp4", 4095, False, False),
     ],
 )
-def test_a_weight_is_widened_whole_for_many_rows(kind, rows, is_whole, monkeypatch):
-    """If groups of columns have scales; the library's product is then no fallback from the kernel."""
+def test_a_weight_is_widened_whole_for_many_rows(kind, rows, is_fixed, is_whole, monkeypatch):
+    """If groups of columns have scales, and numbers of rows may differ in their bits.
+
+    The library's product is then no fallback from the kernel.
+    """
     monkeypatch.setattr(few_bits_product, "MOST_WIDENED", 16 * 256)
     monkeypatch.setattr(mosaic_gpu, "why_not", mosaic_gpu.refusal)
     weight = jax.tree.map(jnp.asarray, drawn(kind, (64,), 256))
     x = jnp.zeros((rows, 256), jnp.bfloat16)
-    with asking() as questions:
+    with asking() as questions, fixed_order(is_fixed):
         jaxpr = jax.make_jaxpr(skinny_matmul)(weight, x).jaxpr
     assert ("while" in {each.primitive.name for each in equations(jaxpr)}) == (not is_whole)
     assert list(questions[0].refusals) == (
