@@ -303,7 +303,8 @@ class AsyncLLM:
         Raises:
             ValueError, ProgramRefused: as for `LLM.score`.
             OutOfPages, OutOfStates: no request runs, and a whole text needs more pages than are free.
-            RuntimeError: a sample's request has failed, the engine sleeps, has failed or was closed.
+            RuntimeError: a sample's request has failed, a text has lost the cache twice, the engine sleeps, has failed
+                or was closed.
         """
         if outputs is not None and lora is not None:
             options = by_adapter(options, sampling, lora)

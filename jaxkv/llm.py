@@ -1331,7 +1331,7 @@ class LLM:
             ValueError: a prompt is empty, too long, or has ids the model lacks; there are not samples for each prompt;
                 `outputs` are missing; or no such adapter is loaded.
             ProgramRefused: strict mode has no program for it.
-            RuntimeError: a sample's request has failed.
+            RuntimeError: a sample's request has failed, or a text has lost the cache twice.
         """
         if outputs is not None and lora is not None:
             options = by_adapter(options, sampling, lora)

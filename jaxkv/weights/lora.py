@@ -97,9 +97,10 @@ def read_adapters(folder: Path) -> dict[str, Adapter]:
         BadCheckpoint: a file is missing or damaged, or the adapter is more than pairs of factors.
     """
     if not folder.is_dir():
+        instead = f"; give the folder of this file, {folder.parent}" if folder.is_file() else ""
         raise BadCheckpoint(
             f"{folder} is not a directory; wanted the folder of an adapter as PEFT saves it, with {CONFIG} and "
-            f"{WEIGHTS}"
+            f"{WEIGHTS}{instead}"
         )
     config = files.read_json(folder, CONFIG)
     for key, values in _OFF.items():

@@ -107,6 +107,9 @@ def test_a_path_that_is_no_folder_is_told_what_an_adapter_is(tmp_path):
         BadCheckpoint, match=r"wanted the folder of an adapter.*adapter_config\.json"
     ):
         read_adapters(tmp_path / "none")
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(BadCheckpoint, match=f"give the folder of this file, {tmp_path}$"):
+        read_adapters(tmp_path / "adapter_model.safetensors")
 
 
 @pytest.mark.slow
