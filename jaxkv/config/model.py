@@ -19,6 +19,8 @@ from jaxkv.config.checks import as_float, as_int, check_fields
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
 MAX_LAYERS = 4096
 _INT32_MAX = 2**31 - 1
+_GROWING = frozenset(("attention", "latent", "gated", "plain", "mixture", "shared"))
+"""Blocks of a model whose queries grow with their position: mixers that do it, and those without queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +252,10 @@ class ModelConfig:
             as_int("eos_ids", token, 0, _INT32_MAX)
         for layer in self.nope_layers:
             as_int("nope_layers", layer, 0, self.num_layers - 1)
+        if self.query_growth is not None and not self.blocks <= _GROWING:
+            raise ValueError(
+                f"query_growth is for blocks among {', '.join(sorted(_GROWING))}, got {', '.join(sorted(self.blocks))}"
+            )
         if not (self.pre_norms or self.post_norms):
             raise ValueError("a stage must normalise its input or its output, got neither")
         if self.qk_norm + self.wide_qk_norm + self.late_qk_norm > 1:

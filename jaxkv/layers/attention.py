@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.config.blocks import QueryGrowth
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.norm import rms_norm
-from jaxkv.layers.rope import Angles
+from jaxkv.layers.rope import Angles, grow
 from jaxkv.layers.shards import Shards
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.families import member
@@ -143,7 +143,7 @@ def attend_projected(
         weight = late[0].astype(jnp.float32) * late[1].astype(jnp.float32)
         q = (q.astype(jnp.float32) * weight[None, None]).astype(q.dtype)
     if sizes.query_growth is not None:
-        q = _grown(q, batch.positions, sizes.query_growth)
+        q = grow(q, batch.positions, sizes.query_growth)
     mixed = _mix(
         layer_cache,
         q,
@@ -160,15 +160,6 @@ def attend_projected(
         gate = jax.nn.sigmoid(gate.astype(jnp.float32))
         mixed = (mixed.astype(jnp.float32) * gate).astype(mixed.dtype)
     return layer_cache, mixed
-
-
-def _grown(
-    q: Float[Array, "tokens heads head_dim"], positions: Int[Array, " tokens"], growth: QueryGrowth
-) -> Float[Array, "tokens heads head_dim"]:
-    """Returns queries times the factor of their position, see `QueryGrowth`."""
-    passed = (positions // growth.length).astype(jnp.float32)
-    factor = 1 + growth.beta * jnp.log1p(passed)
-    return (q.astype(jnp.float32) * factor[:, None, None]).astype(q.dtype)
 
 
 def attend(

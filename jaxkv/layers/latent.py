@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.batch import PagedTables, StepBatch
-from jaxkv.config.blocks import LatentConfig
+from jaxkv.config.blocks import LatentConfig, QueryGrowth
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import linear, project
 from jaxkv.layers.norm import rms_norm
-from jaxkv.layers.rope import Angles, rotate, rotate_pairs
+from jaxkv.layers.rope import Angles, grow, rotate, rotate_pairs
 from pallas_kernels import latent_attention, page_write, ragged_attention
 from pallas_kernels.families import member
 from pallas_kernels.fixed_order import by_row_tiles
@@ -39,6 +39,7 @@ def latent_mixer(
     heads: int,
     latent: LatentConfig,
     scale: float,
+    growth: QueryGrowth | None = None,
     implementation: str | None = None,
 ) -> tuple[dict[str, Array], Float[Array, "tokens hidden_size"]]:
     """Writes the new tokens' latents to the pages, and attends causally.
@@ -56,6 +57,7 @@ def latent_mixer(
         heads: query heads.
         latent: sizes.
         scale: factor of attention scores.
+        growth: factor of queries that grows with their position; `None` for none.
         implementation: family of implementations that every op must use; `None` for the best.
 
     Returns:
@@ -64,6 +66,8 @@ def latent_mixer(
     q, key, _ = project_latent(
         params, x, angles, heads=heads, latent=latent, implementation=implementation
     )
+    if growth is not None:
+        q = grow(q, batch.positions, growth)
     (pages,) = page_write(
         (layer_cache["key"],),
         (key[:, None, :],),

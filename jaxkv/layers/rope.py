@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv.config.blocks import QueryGrowth
 from jaxkv.config.model import RopeConfig
 
 Angles = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
@@ -67,6 +68,16 @@ def rotate_pairs(
     first, second = wide[..., 0::2], wide[..., 1::2]
     turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return turned.astype(x.dtype)
+
+
+def grow(
+    queries: Float[Array, "tokens heads head_dim"],
+    positions: Int[Array, " tokens"],
+    growth: QueryGrowth,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Returns queries times the factor of their position, see `QueryGrowth`."""
+    factor = 1 + growth.beta * jnp.log1p((positions // growth.length).astype(jnp.float32))
+    return (queries.astype(jnp.float32) * factor[:, None, None]).astype(queries.dtype)
 
 
 def attention_factor(rope: RopeConfig) -> float:

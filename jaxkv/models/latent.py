@@ -50,7 +50,11 @@ def _scale(config: ModelConfig) -> float:
     return required(config.latent).query_dim ** -0.5 if scale is None else scale
 
 
-def _run(inputs: BlockInputs, *, mixer: Callable[..., BlockOutput] = latent_mixer) -> BlockOutput:
+def _run(inputs: BlockInputs) -> BlockOutput:
+    return _mix(inputs, partial(latent_mixer, growth=inputs.config.query_growth))
+
+
+def _mix(inputs: BlockInputs, mixer: Callable[..., BlockOutput]) -> BlockOutput:
     config = inputs.config
     return mixer(
         inputs.params,
@@ -98,8 +102,7 @@ def _sparse_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) ->
 
 
 def _run_sparse(inputs: BlockInputs) -> BlockOutput:
-    sparse = partial(sparse_latent_mixer, index=_index(inputs.config))
-    return _run(inputs, mixer=sparse)
+    return _mix(inputs, partial(sparse_latent_mixer, index=_index(inputs.config)))
 
 
 LATENT = Block(_leaves, _run, "page", _spec)

@@ -1,6 +1,6 @@
 """Multimodal models of which only the text part runs.
 
-Gemma 3 4B to 27B, Mistral-Small 3.x and Ministral 3, Qwen3.5 and 3.6, Kimi-K2.5.
+Gemma 3 4B to 27B, Mistral-Small 3.x and 4, Ministral 3, Qwen3.5 and 3.6, Kimi-K2.5.
 
 Given text alone, the whole model computes the same as its text part. config.json has the text part's keys in
 `text_config`; the tensors of the other parts are ignored.
@@ -19,6 +19,7 @@ from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
 from jaxkv.models.families.recurrent import qwen3_5
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.weights.rules import RuleSet
 from jaxkv.wording import shown
 
 
@@ -28,7 +29,7 @@ class Multimodal(NamedTuple):
     Attributes:
         model_type: its name in config.json.
         architectures: names of its class in config.json's `architectures`.
-        texts: the families that its text part may have, under the same names of tensors; the first if none is named.
+        texts: the families that its text part may have; the first if none is named.
         sizes: Transformers' defaults of sizes that `text_config` may leave out.
         ignored: keys of the other parts, separated by blanks.
     """
@@ -58,7 +59,7 @@ _KINDS = (
     Multimodal(
         "mistral3",
         ("Mistral3ForConditionalGeneration",),
-        mistral.FAMILIES,
+        (*mistral.FAMILIES, deepseek.MISTRAL4),
         {
             "vocab_size": 32000,
             "hidden_size": 4096,
@@ -154,16 +155,20 @@ def _of_whole_model(keys: ConfigJson, text: Mapping[str, object]) -> dict[str, o
     return found
 
 
-FAMILIES = tuple(
-    Family(
-        kind.model_type,
-        partial(from_hf, kind),
-        replace(
-            kind.texts[0].rules,
-            ignored=(*kind.texts[0].rules.ignored, _OTHER_PARTS),
-            prefixes=_PREFIXES,
-        ),
-        kind.texts[0].mtp,
+def _rules(kind: Multimodal) -> RuleSet:
+    """Returns the rules of all its texts, of which each model uses those of the blocks that it has."""
+    texts = [family.rules for family in kind.texts]
+    ignored = (*(name for rules in texts for name in rules.ignored), _OTHER_PARTS)
+    return replace(
+        texts[-1],
+        # Most are the same in all of them.
+        rules=tuple(dict.fromkeys(rule for rules in texts for rule in rules.rules)),
+        ignored=tuple(dict.fromkeys(ignored)),
+        prefixes=_PREFIXES,
     )
+
+
+FAMILIES = tuple(
+    Family(kind.model_type, partial(from_hf, kind), _rules(kind), kind.texts[0].mtp)
     for kind in _KINDS
 )

@@ -24,6 +24,7 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "ministral3": _LLAMA,
+    "mistral4": _LLAMA,
     "qwen2": None,
     "qwen3": None,
     "granite": _LLAMA,

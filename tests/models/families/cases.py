@@ -227,6 +227,39 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "mistral-small-4": Case(
+        "Mistral3",
+        {
+            "text_config": SHAPE
+            | SMALL
+            | rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.5,
+            )
+            | {
+                "model_type": "mistral4",
+                "num_key_value_heads": 4,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 32,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 12,
+                "moe_intermediate_size": 24,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "first_k_dense_replace": 1,
+                "head_dim": 24,
+            },
+            "vision_config": VISION | {"model_type": "pixtral"},
+            "tie_word_embeddings": False,
+        },
+        shape={},
+        model="Mistral3ForConditionalGeneration",
+    ),
     "glm": Case("Glm", SMALL | {"head_dim": 16, "attention_bias": False}),
     "glm4": Case("Glm4", SMALL | {"head_dim": 24}),
     "olmo2": Case("Olmo2", SMALL | {"attention_bias": True}, seed=1),

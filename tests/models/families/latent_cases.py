@@ -82,6 +82,19 @@ CASES = {
         },
         shape=ATTENDING,
     ),
+    # As Mistral Small 4: queries grow with their position, and experts are chosen by a softmax.
+    "mistral4": Case(
+        "Mistral4",
+        {"q_lora_rank": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        | rope(
+            "yarn",
+            **STRETCHED | {"original_max_position_embeddings": 16},
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+        shape=ATTENDING,
+    ),
     # As Kimi-K2.5: DeepSeek-V3 beside a part for images.
     "kimi-k2.5": Case(
         "Kimi_K25",

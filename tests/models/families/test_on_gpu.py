@@ -111,6 +111,14 @@ CASES = {
         },
         "bfloat16",
     ),
+    "mistral4": (
+        "Mistral4",
+        LATENT
+        | {"kv_lora_rank": 256, "q_lora_rank": 128, "qk_nope_head_dim": 64, "n_group": 1}
+        | {"topk_group": 1}
+        | GROWING,
+        "bfloat16",
+    ),
     "ministral3": ("Ministral3", SHAPE | {"head_dim": 128} | GROWING, "bfloat16"),
     "arcee": ("Arcee", SHAPE | {"head_dim": 128}, "bfloat16"),
     # Five query heads for each of keys.

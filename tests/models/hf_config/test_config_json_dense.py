@@ -424,6 +424,8 @@ def test_the_text_part_of_mistral_3_may_be_ministral():
     text = {key: MINISTRAL[key] for key in MINISTRAL if key not in ("architectures", "dtype")}
     config = read_config(MISTRAL_3 | {"text_config": text, "dtype": "bfloat16"})
     assert config == replace(read_config(MINISTRAL), family="mistral3")
+    with pytest.raises(UnknownConfig, match="only mistral or ministral3 or mistral4 is supported"):
+        read_config(MISTRAL_3 | {"text_config": text | {"model_type": "llama"}})
 
 
 def test_ministral_needs_the_rate_at_which_its_queries_grow():

@@ -298,6 +298,26 @@ def test_keys_that_glm_flash_leaves_out_have_the_values_of_its_class():
     assert short == replace(config, rope=rope, eos_ids=(1,), assumed_eos=True)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["GlmMoeDsa", "Mistral4"])
+def test_keys_that_a_file_leaves_out_mean_what_transformers_assumes(name):
+    transformers = pytest.importorskip("transformers")
+    full = getattr(transformers, f"{name}Config")().to_dict()
+    needed = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size")
+    sparse = {key: full[key] for key in (*needed, "num_attention_heads")}
+    config, short = read_config(full), read_config(sparse)
+    assert short == replace(config, dtype=short.dtype)
+
+
+@pytest.mark.torch
+def test_the_rotated_share_of_mistral_small_4_is_that_of_its_sizes():
+    transformers = pytest.importorskip("transformers")
+    full = transformers.Mistral4Config().to_dict()
+    assert full["rope_parameters"]["partial_rotary_factor"] == 0.5
+    with pytest.raises(UnknownConfig, match=r"sizes of heads rotate 0\.75 of each"):
+        read_config(full | {"qk_rope_head_dim": 192})
+
+
 def test_quantised_weights_and_code_that_is_not_run_change_no_config():
     left_out = {key: V3[key] for key in V3 if key not in ("auto_map", "quantization_config")}
     assert read_config(left_out) == read_config(V3)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from jaxkv.config.blocks import QueryGrowth
 from jaxkv.config.model import ModelConfig
+from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     LLAMA_RULES,
@@ -12,6 +13,7 @@ from jaxkv.models.families.llama_like import (
     take_nullable_int,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
+from jaxkv.wording import shown
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -44,18 +46,7 @@ _MINISTRAL_ROPE = {
 
 def ministral_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "ministral3" (Ministral 3, Devstral 2 and others)."""
-    outer = ConfigJson(raw)
-    name = "rope_scaling" if outer.take_object("rope_scaling") else "rope_parameters"
-    rotary = {**(outer.take_object(name) or _MINISTRAL_ROPE)}
-    growth = ConfigJson(rotary, place=f"config.json: {name}")
-    query_growth = QueryGrowth(
-        beta=growth.take_float("llama_4_scaling_beta"),
-        length=growth.take_int("original_max_position_embeddings"),
-    )
-    # Transformers repeats the model's length here and does not read it.
-    for key in ("llama_4_scaling_beta", "max_position_embeddings"):
-        rotary.pop(key, None)
-    keys = ConfigJson({**raw, name: rotary})
+    keys, growth = take_query_growth(raw, _MINISTRAL_ROPE)
     window = take_nullable_int(keys, "sliding_window", None)
     return read_llama_like(
         keys,
@@ -66,8 +57,42 @@ def ministral_from_hf(raw: Mapping[str, object]) -> ModelConfig:
         max_positions=262144,
         norm_eps=1e-5,
         windows=equal_windows(keys, window, "ministral3"),
-        query_growth=query_growth,
+        query_growth=growth,
     )
+
+
+def take_query_growth(
+    raw: Mapping[str, object], default: Mapping[str, object], *, share: float = 1.0
+) -> tuple[ConfigJson, QueryGrowth]:
+    """Returns a config.json without the keys of its rotary part about the growth of queries, and that growth.
+
+    Args:
+        raw: the parsed config.json.
+        default: the rotary part of a file that has none.
+        share: the rotated share of a head, which the rotary part may repeat.
+
+    Raises:
+        UnknownConfig: the rotary part has another share.
+        ValueError: a value is missing, of the wrong type or out of range.
+    """
+    outer = ConfigJson(raw)
+    name = "rope_scaling" if outer.take_object("rope_scaling") else "rope_parameters"
+    rotary = {**(outer.take_object(name) or default)}
+    keys = ConfigJson(rotary, place=f"config.json: {name}")
+    growth = QueryGrowth(
+        beta=keys.take_float("llama_4_scaling_beta"),
+        length=keys.take_int("original_max_position_embeddings"),
+    )
+    repeated = keys.take("partial_rotary_factor", None)
+    if repeated not in (None, share):
+        raise UnknownConfig(
+            f"config.json: {name} sets partial_rotary_factor = {shown(repeated)}, but the sizes of heads rotate "
+            f"{share} of each"
+        )
+    # Transformers repeats the model's length here and does not read it.
+    known = ("llama_4_scaling_beta", "max_position_embeddings", "partial_rotary_factor")
+    left = {key: value for key, value in rotary.items() if key not in known}
+    return ConfigJson({**raw, name: left}), growth
 
 
 FAMILIES = (

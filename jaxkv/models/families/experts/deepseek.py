@@ -1,16 +1,24 @@
 """DeepSeek-V2 (and V2-Lite), -V3 and -V3.2: latent attention (sparse in -V3.2) and mixtures of many small experts.
 
 Kimi-K2 is DeepSeek-V3 under a `model_type` of its own, Moonlight is one under its name, and GLM-4.7-Flash is one with
-other defaults. GLM-5 is DeepSeek-V3.2 with other rotary pairs in the indexer.
+other defaults. GLM-5 is DeepSeek-V3.2 with other rotary pairs in the indexer. In Mistral Small 4 queries grow with
+their position, and a softmax chooses experts.
 """
 
 from collections.abc import Mapping
 from functools import partial
 
-from jaxkv.config.blocks import MAX_EXPERTS, IndexConfig, LatentConfig, MixtureConfig
+from jaxkv.config.blocks import (
+    MAX_EXPERTS,
+    IndexConfig,
+    LatentConfig,
+    MixtureConfig,
+    QueryGrowth,
+)
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.layers.rope import yarn_mscale
+from jaxkv.models.families.dense.mistral import take_query_growth
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     ACTIVATIONS,
@@ -114,6 +122,54 @@ _GLM4_MOE_LITE = {
     "routed_scaling_factor": 1.8,
     "topk_group": 1,
     "v_head_dim": 256,
+}
+
+
+def from_hf_mistral4(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "mistral4" (Mistral Small 4)."""
+    given = {**_MISTRAL4, **raw}
+    sizes = ConfigJson(given)
+    rotated, others = sizes.take_int("qk_rope_head_dim", 64), sizes.take_int("qk_nope_head_dim")
+    keys, growth = take_query_growth(given, _MISTRAL4_ROPE, share=rotated / (rotated + others))
+    return _read(
+        keys,
+        "mistral4",
+        architecture="Mistral4ForCausalLM",
+        mixture=_mixture(
+            keys,
+            scoring="softmax",
+            shared=keys.take_int("n_shared_experts", 1, high=MAX_EXPERTS),
+            experts=keys.take_int("n_routed_experts", 128, high=MAX_EXPERTS),
+            size=keys.take_int("moe_intermediate_size", 2048),
+            scale=keys.take_float("routed_scaling_factor", 1.0),
+            groups=_groups(keys, 1, 1),
+            group_votes=2,
+            renormalise=keys.take_bool("norm_topk_prob", True),
+        ),
+        dense=keys.take_int("first_k_dense_replace", 0, low=0),
+        max_positions=1048576,
+        pairs=keys.take_bool("rope_interleave", True),
+        growth=growth,
+    )
+
+
+# What Transformers takes for keys that are not in the file, where it differs from DeepSeek-V3.
+_MISTRAL4 = {
+    "kv_lora_rank": 256,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+}
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 
 
@@ -298,6 +354,7 @@ def _read(
     pairs: bool,
     mtp_layers: int = 0,
     index: IndexConfig | None = None,
+    growth: QueryGrowth | None = None,
 ) -> ModelConfig:
     """Reads the keys that all versions share; raises `UnknownConfig` for keys that were not read."""
     check_architecture(keys, family, architecture)
@@ -336,6 +393,7 @@ def _read(
         activation=keys.take_choice("hidden_act", "silu", ACTIVATIONS),
         tie_embeddings=keys.take_bool("tie_word_embeddings", False),
         attention_scale=_scale(latent, rope),
+        query_growth=growth,
         mixture=mixture,
         latent=latent,
         mtp_layers=mtp_layers,
@@ -378,10 +436,13 @@ KIMI_FAMILIES = (
 )
 """Names of Kimi-K2: its own, and that with which Transformers saves the text part of Kimi-K2.5."""
 
+MISTRAL4 = Family("mistral4", from_hf_mistral4, _RULES)
+
 FAMILIES = (
     Family("deepseek_v2", from_hf_v2, _RULES),
     *KIMI_FAMILIES,
     Family("deepseek_v32", from_hf_v32, _RULES, MTP_AFTER_LAST),
+    MISTRAL4,
     Family("glm_moe_dsa", from_hf_glm_moe_dsa, _RULES, MTP_AFTER_LAST),
     Family("glm4_moe_lite", from_hf_glm4_moe_lite, _RULES, MTP_AFTER_LAST),
 )
