@@ -341,6 +341,25 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlobalAttentionConfig:
+    """Sizes of attention over all tokens, where windows have others (Gemma 4).
+
+    Attributes:
+        kv_heads: heads of keys and values.
+        head_dim: components of a head.
+        keys_are_values: one projection makes both. They differ by their norms and the rotation.
+    """
+
+    kv_heads: int
+    head_dim: int
+    keys_are_values: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for sizes out of range."""
+        check_fields(self, as_int, 1, 2**16, "kv_heads", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueryGrowth:
     """A factor of queries that keeps attention over long contexts sharp (Llama 4, after Nakanishi, Scalable-Softmax).
 

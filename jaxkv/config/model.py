@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jaxkv.config.blocks import (
     DeltaConfig,
+    GlobalAttentionConfig,
     LatentConfig,
     Mamba1Config,
     MambaConfig,
@@ -16,7 +17,7 @@ from jaxkv.config.blocks import (
 )
 from jaxkv.config.checks import as_float, as_int, check_fields
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "none")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none")
 MAX_LAYERS = 4096
 _INT32_MAX = 2**31 - 1
 _GROWING = frozenset(("attention", "latent", "gated", "plain", "mixture", "shared"))
@@ -30,13 +31,14 @@ class RopeConfig:
     Attributes:
         theta: base of the geometric sequence of frequencies.
         rotary_dim: leading components of each head that are rotated.
-        kind: "default", "linear", "dynamic" (NTK), "yarn" (Peng et al.), "llama3" or "longrope" (Ding et al.); "none"
-            for no rotation.
+        kind: "default", "linear", "dynamic" (NTK), "yarn" (Peng et al.), "llama3", "longrope" (Ding et al.) or
+            "proportional" (Gemma 4); "none" for no rotation.
         factor: scaling factor of the context; its exact meaning depends on the kind.
         original_max_positions: context length of the training before scaling; dynamic, yarn, llama3 and longrope need
             it.
         low_freq_factor, high_freq_factor: llama3 only.
         beta_fast, beta_slow, truncate, mscale, mscale_all_dim: yarn only.
+        turning: proportional only. Pairs of components that turn, the first ones; the others stand still.
         attention_factor: factor of cosines and sines, yarn and longrope only; `None` for the method's own.
         short_factors, long_factors: longrope only. Divisors of the frequencies, `rotary_dim / 2` each, for tokens of
             sequences of at most `original_max_positions` tokens, and of longer ones.
@@ -55,6 +57,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    turning: int = 0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -80,6 +83,8 @@ class RopeConfig:
                 f"high_freq_factor must be above low_freq_factor, got {self.high_freq_factor} and "
                 f"{self.low_freq_factor}"
             )
+        most = self.rotary_dim // 2 if self.kind == "proportional" else 0
+        check_fields(self, as_int, 0, most, "turning")
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if getattr(self, name) is not None:
                 check_fields(self, as_float, 0.0, 1e6, name)
@@ -153,6 +158,9 @@ class ModelConfig:
         attention_cap, logit_cap: soft caps `cap * tanh(x / cap)` of attention scores and of logits; `None` for none.
         sinks: each head has a learned logit that takes part in the softmax and has no value (GPT-OSS).
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
+        global_attention: sizes of "global_attention" blocks; `kv_heads` and `head_dim` are then those of windows.
+        value_norm: per-head RMSNorm without weights on values (Gemma 4).
+        layer_scalars: the residual stream after each layer is multiplied by a learned number (Gemma 4).
         nope_layers: numbers of the attention layers without rotary embedding (SmolLM3).
         wide_residual: the residual stream is float32, independently of the parameters' dtype.
         mamba, mamba1, delta, short_conv, transformer, mixture, latent: sizes of these blocks; `None` if the pattern has
@@ -197,6 +205,9 @@ class ModelConfig:
     logit_cap: float | None = None
     sinks: bool = False
     window_rope: RopeConfig | None = None
+    global_attention: GlobalAttentionConfig | None = None
+    value_norm: bool = False
+    layer_scalars: bool = False
     nope_layers: tuple[int, ...] = ()
     wide_residual: bool = False
     mamba: MambaConfig | None = None
@@ -225,9 +236,15 @@ class ModelConfig:
             raise ValueError(
                 f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
             )
-        for rope in (self.rope, self.window_rope or self.rope):
-            if rope.rotary_dim > self.head_dim:
-                raise ValueError(f"rotary_dim {rope.rotary_dim} exceeds head_dim {self.head_dim}")
+        widest = self.global_attention or self
+        if self.heads % widest.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of global kv_heads, got {self.heads} and {widest.kv_heads}"
+            )
+        ropes = ((self.rope, widest.head_dim), (self.window_rope or self.rope, self.head_dim))
+        for rope, head_dim in ropes:
+            if rope.rotary_dim > head_dim:
+                raise ValueError(f"rotary_dim {rope.rotary_dim} exceeds head_dim {head_dim}")
         for name in ("attention_cap", "logit_cap"):
             if getattr(self, name) is not None:
                 check_fields(self, as_float, 1e-3, 1e6, name)
@@ -267,6 +284,8 @@ class ModelConfig:
             "short_conv": self.short_conv,
             "transformer": self.transformer,
             "mixture": self.mixture,
+            "dense_and_mixture": self.mixture,
+            "global_attention": self.global_attention,
             "latent": self.latent,
             "sparse_latent": self.latent and self.latent.index,
         }

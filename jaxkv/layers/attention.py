@@ -37,6 +37,7 @@ class AttentionSizes:
         window: tokens that each token sees, its own included; `None` for all.
         soft_cap: soft cap of scores, `soft_cap * tanh(scores / soft_cap)`; `None` for none.
         query_growth: factor of queries that grows with their position; `None` for none.
+        value_norm: values are normalised per head, without weights.
         gated: "qkv" begins with [heads * head_dim] rows of gates, whose sigmoid multiplies attention's output.
     """
 
@@ -48,6 +49,7 @@ class AttentionSizes:
     window: int | None = None
     soft_cap: float | None = None
     query_growth: QueryGrowth | None = None
+    value_norm: bool = False
     gated: bool = False
 
 
@@ -124,6 +126,10 @@ def attend_projected(
         k = rms_norm(params["wide_k_norm"], k, eps=sizes.norm_eps, shards=shards)
         qkv = jnp.concatenate((q, k, v), axis=1)
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
+    if sizes.value_norm:
+        q_and_k, v = jnp.split(qkv, (heads + kv_heads,), axis=1)
+        v = rms_norm(jnp.ones((head_dim,), v.dtype), v, eps=sizes.norm_eps)
+        qkv = jnp.concatenate((q_and_k, v), axis=1)
     late = params.get("late_qk_norm")
     # A rotation changes no root mean square, so the division of a norm after the rotation may come before it.
     norm = params.get("qk_norm") if late is None else jnp.ones_like(late)

@@ -153,6 +153,12 @@ def _long(rope: RopeConfig) -> Float[np.ndarray, " half"]:
     return np.float32(1) / (np.array(rope.long_factors, np.float32) * _periods(rope))
 
 
+def _proportional(rope: RopeConfig) -> Float[np.ndarray, " half"]:
+    """Divides by the factor, and stops all pairs behind the first `turning` ones."""
+    turns = np.arange(rope.rotary_dim // 2) < rope.turning
+    return np.where(turns, _linear(rope), np.float32(0))
+
+
 def _none(rope: RopeConfig) -> Float[np.ndarray, " half"]:
     return np.zeros(rope.rotary_dim // 2, np.float32)
 
@@ -164,6 +170,7 @@ FREQUENCIES: Mapping[str, Callable[[RopeConfig], Float[np.ndarray, " half"]]] = 
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _short,
+    "proportional": _proportional,
     "none": _none,
 }
 

@@ -83,6 +83,7 @@ class BlockInputs:
         angles: rotary angles of the tokens.
         embeddings: the tokens' embeddings, with which the residual stream begins.
         implementation: family of implementations that every op must use; `None` for the best.
+        stream: the residual stream before the norm that made `x`, for a block with `Block.reads_stream`.
         joining: the residual stream, for a block that adds its output to it; otherwise `None`.
         cache: the layer's cache arrays by role; empty for a block without cache.
         tables: page or state tables of the layer's group; `None` for a block without cache.
@@ -100,6 +101,7 @@ class BlockInputs:
     angles: Angles
     embeddings: Float[Array, "tokens hidden_size"]
     implementation: str | None
+    stream: Float[Array, "tokens hidden_size"] | None = None
     joining: Joining | None = None
     cache: Mapping[str, Array] = field(default_factory=dict)
     tables: PagedTables | StateTables | None = None
@@ -131,7 +133,7 @@ class BlockInputs:
         return self.tables
 
 
-ARRAYS = ("params", "x", "batch", "angles", "embeddings", "joining", "cache", "tables")
+ARRAYS = ("params", "x", "batch", "angles", "embeddings", "stream", "joining", "cache", "tables")
 """Fields of `BlockInputs` that hold arrays."""
 
 
@@ -145,6 +147,7 @@ class Block(NamedTuple):
             each.
         spec: returns its cache spec, given config, layer, page size in tokens and dtype name.
         joins: whether it accepts `BlockInputs.joining` and `Normed` hidden states.
+        reads_stream: whether it gets `BlockInputs.stream`.
     """
 
     leaves: Callable[[ModelConfig], dict[str, Leaf]]
@@ -152,6 +155,7 @@ class Block(NamedTuple):
     unit: str = ""
     spec: Callable[[ModelConfig, int, int, str], PagedSpec | StateSpec] | None = None
     joins: bool = False
+    reads_stream: bool = False
 
 
 def required[T](part: T | None) -> T:

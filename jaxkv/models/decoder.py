@@ -370,7 +370,9 @@ class Decoder:
                     x = x if norm is None else traces.call("norm", self._norm, norm, x)
                 outputs = []
                 for name in blocks:
-                    cache, y = self._run_block(name, cache, replace(stream, x=x), tables, traces)
+                    kept_stream = stream.hidden if BLOCKS[name].reads_stream else None
+                    inputs = replace(stream, x=x, stream=kept_stream)
+                    cache, y = self._run_block(name, cache, inputs, tables, traces)
                     outputs.append(y)
                 if not is_joining:
                     total = self._added(joining, outputs, after, peers)
@@ -381,6 +383,8 @@ class Decoder:
                 is_weighed = isinstance(total, Weighed)
                 normed = Normed(total, config.norm_eps) if is_weighed else None
                 hidden = total.result if is_weighed else total
+            if config.layer_scalars:
+                hidden = hidden * weights["layer_scalar"][None].astype(hidden.dtype)
         if chosen is not None:
             layer, experts = self.layer_offset + self.num_layers, jnp.stack(chosen, axis=1)
             cache = self._store(cache, layer, "experts", experts, batch)
@@ -488,7 +492,9 @@ class Decoder:
     def _expert_layers(self) -> list[int]:
         """The layers with a mixture of experts."""
         return [
-            layer for layer in range(self.num_layers) if "mixture" in self.config.blocks_of(layer)
+            layer
+            for layer in range(self.num_layers)
+            if {"mixture", "dense_and_mixture"} & {*self.config.blocks_of(layer)}
         ]
 
     def _next_norms(
@@ -509,6 +515,7 @@ class Decoder:
         config, layers = self.config, params["layers"]
         plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
         plain = plain and not (config.wide_residual or config.layer_norms or config.post_norms)
+        plain = plain and not config.layer_scalars
         joins = [_joins(stage) for stages in config.pattern for stage in stages]
         whole = self.shards is not None or is_fixed()
         # The stream times a norm's weights, before the division, may be beyond float16.
@@ -600,6 +607,8 @@ class Decoder:
         leaves = {"norms": norm} if self.config.pre_norms else {}
         if self.config.post_norms:
             leaves["post_norms"] = norm
+        if self.config.layer_scalars:
+            leaves["layer_scalar"] = Leaf((1,), is_scale=True)
         for name in self.config.blocks_of(layer):
             new = BLOCKS[name].leaves(self.config)
             if leaves.keys() & new.keys():

@@ -1,14 +1,21 @@
 """Blocks without cache, which compute each token separately: dense feed-forwards and mixtures of experts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.feed_forward import gated_feed_forward, plain_feed_forward
 from jaxkv.layers.linear import in_few_bits, project, scaled
 from jaxkv.layers.mixture import grouped_for, mixture_of_experts, route
+from jaxkv.layers.norm import rms_norm
 from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
 from pallas_kernels.families import member
+
+_Routing = tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]
+"""Each token's experts, and their weights."""
 
 
 def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
@@ -87,13 +94,24 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
 
 
 def _run_mixture(inputs: BlockInputs) -> BlockOutput:
-    mixture, params, x = required(inputs.config.mixture), inputs.params, inputs.hidden
-    grouped = grouped_for(params, len(x), mixture=mixture, implementation=inputs.implementation)
-    topk = member(inputs.implementation, "row_topk")
-    routing = route(params, x, mixture=mixture, implementation=topk)
+    return {}, _experts(inputs, inputs.hidden, _routing(inputs, inputs.hidden))
+
+
+def _routing(inputs: BlockInputs, x: Float[Array, "tokens hidden_size"]) -> _Routing:
+    """Returns the experts of each token and their weights, and tells the caller which they are."""
+    mixture, topk = required(inputs.config.mixture), member(inputs.implementation, "row_topk")
+    routing = route(inputs.params, x, mixture=mixture, implementation=topk)
     if inputs.chosen_experts is not None:
         inputs.chosen_experts.append(routing[0])
-    return {}, mixture_of_experts(
+    return routing
+
+
+def _experts(
+    inputs: BlockInputs, x: Float[Array, "tokens hidden_size"], routing: _Routing
+) -> Float[Array, "tokens hidden_size"]:
+    mixture, params = required(inputs.config.mixture), inputs.params
+    grouped = grouped_for(params, len(x), mixture=mixture, implementation=inputs.implementation)
+    return mixture_of_experts(
         params,
         x,
         mixture=mixture,
@@ -138,7 +156,37 @@ def _run_shared(inputs: BlockInputs) -> BlockOutput:
     return {}, (out.astype(jnp.float32) * gate).astype(out.dtype)
 
 
+def _dense_and_mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    norm = Leaf((config.hidden_size,), is_scale=True, dtype=config.norm_dtype)
+    own = {
+        "dense_post_norm": norm,
+        "experts_norm": norm,
+        "experts_post_norm": norm,
+        "router_norm": Leaf((config.hidden_size,), is_scale=True),
+        "expert_scales": Leaf((required(config.mixture).experts,), is_scale=True, dtype="float32"),
+    }
+    return _gated_leaves(config) | _mixture_leaves(config) | own
+
+
+def _run_dense_and_mixture(inputs: BlockInputs) -> BlockOutput:
+    """Runs both on the residual stream, each between norms of its own; the router has one too (Gemma 4)."""
+    config, params, shards = inputs.config, inputs.params, inputs.shards
+    assert inputs.stream is not None, "the block reads it"
+    stream, norm = inputs.stream, partial(rms_norm, eps=config.norm_eps)
+    _, dense = _run_gated(inputs)
+    chosen, weights = _routing(
+        inputs, norm(params["router_norm"], stream) * config.hidden_size**-0.5
+    )
+    routing = chosen, weights * params["expert_scales"][chosen]
+    experts = _experts(inputs, norm(params["experts_norm"], stream), routing)
+    if shards is not None:
+        dense, experts = shards.summed(dense), shards.summed(experts)
+    total = norm(params["dense_post_norm"], dense) + norm(params["experts_post_norm"], experts)
+    return {}, total if shards is None else shards.of_first(total)
+
+
 GATED = Block(_gated_leaves, _run_gated, joins=True)
 PLAIN = Block(_plain_leaves, _run_plain)
 MIXTURE = Block(_mixture_leaves, _run_mixture)
 SHARED = Block(_shared_leaves, _run_shared)
+DENSE_AND_MIXTURE = Block(_dense_and_mixture_leaves, _run_dense_and_mixture, reads_stream=True)

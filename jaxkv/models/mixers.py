@@ -1,5 +1,7 @@
 """Blocks with a cache: attention, Mamba, Mamba-2 and gated delta mixers, gated short convolutions."""
 
+from functools import partial
+
 from jaxkv.cache.spec import PagedSpec, StateSpec
 from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
@@ -15,9 +17,10 @@ from jaxkv.layers.short_conv import short_conv_mixer
 from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
 
 
-def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    queries = (config.heads * config.head_dim, config.heads)
-    keys = (config.kv_heads * config.head_dim, config.kv_heads)
+def _attention_leaves(config: ModelConfig, *, is_global: bool = False) -> dict[str, Leaf]:
+    kv_heads, head_dim = _key_shape(config, is_global=is_global)
+    queries = (config.heads * head_dim, config.heads)
+    keys = (kv_heads * head_dim, kv_heads)
     rows = Split(0, (*[queries] * (1 + config.attention_gate), keys, keys))
     fused = sum(size for size, _ in rows.parts)
     leaves = {
@@ -32,19 +35,29 @@ def _attention_leaves(config: ModelConfig) -> dict[str, Leaf]:
         heads = Split(0, ((config.heads, config.heads),))
         leaves["sinks"] = Leaf((config.heads,), dtype="float32", split=heads)
     if config.qk_norm:
-        leaves["qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
+        leaves["qk_norm"] = Leaf((2, head_dim), is_scale=True)
     if config.wide_qk_norm:
         dtype = config.norm_dtype
         for name, part in (("wide_q_norm", queries), ("wide_k_norm", keys)):
             leaves[name] = Leaf((part[0],), is_scale=True, dtype=dtype, split=Split(0, (part,)))
     if config.late_qk_norm:
-        leaves["late_qk_norm"] = Leaf((2, config.head_dim), is_scale=True)
+        leaves["late_qk_norm"] = Leaf((2, head_dim), is_scale=True)
     return leaves
+
+
+def _key_shape(config: ModelConfig, *, is_global: bool) -> tuple[int, int]:
+    """Returns the number of heads of keys and values, and their components."""
+    sizes = required(config.global_attention) if is_global else config
+    return sizes.kv_heads, sizes.head_dim
+
+
+def _is_global(config: ModelConfig, layer: int) -> bool:
+    return "global_attention" in config.blocks_of(layer)
 
 
 def attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
     """Returns the cache spec of a layer's keys and values."""
-    shape = (config.kv_heads, config.head_dim)
+    shape = _key_shape(config, is_global=_is_global(config, layer))
     reach = config.windows[layer]
     if reach is None:
         return gqa(*shape, dtype=dtype, page_size=page_size)
@@ -53,15 +66,17 @@ def attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) 
 
 def attention_sizes(config: ModelConfig, layer: int) -> AttentionSizes:
     """Returns the sizes and options of a layer's attention."""
+    kv_heads, head_dim = _key_shape(config, is_global=_is_global(config, layer))
     return AttentionSizes(
         heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         scale=config.attention_scale,
         norm_eps=config.norm_eps,
         window=config.windows[layer],
         soft_cap=config.attention_cap,
         query_growth=config.query_growth,
+        value_norm=config.value_norm,
         gated=config.attention_gate,
     )
 
@@ -286,6 +301,9 @@ def _run_short_conv(inputs: BlockInputs) -> BlockOutput:
 
 
 ATTENTION = Block(_attention_leaves, _run_attention, "page", attention_spec, joins=True)
+GLOBAL_ATTENTION = Block(
+    partial(_attention_leaves, is_global=True), _run_attention, "page", attention_spec, joins=True
+)
 MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
 DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec, joins=True)

@@ -36,6 +36,7 @@ from jaxkv.models.families.dense import (
 from jaxkv.models.families.experts import (
     deepseek,
     ernie4_5,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite_moe,
@@ -98,6 +99,7 @@ FAMILIES: Mapping[str, Family] = {
         gemma.FAMILY,
         gemma2.FAMILY,
         gemma3.FAMILY,
+        gemma4.FAMILY,
         *multimodal.FAMILIES,
         gpt_oss.FAMILY,
         mixtral.FAMILY,

@@ -10,9 +10,9 @@ from dataclasses import replace
 from jaxkv.config.model import ModelConfig
 from jaxkv.wording import listed
 
-_WITH_KEYS = frozenset(("attention", "transformer"))
+_WITH_KEYS = frozenset(("attention", "global_attention", "transformer"))
 _WITH_HEADS = _WITH_KEYS | {"latent", "sparse_latent"}
-_DENSE = frozenset(("gated", "plain", "transformer"))
+_DENSE = frozenset(("gated", "plain", "dense_and_mixture", "transformer"))
 """Blocks with heads of keys and values, with heads, and with a dense feed-forward."""
 
 
@@ -41,6 +41,9 @@ def shard_config(config: ModelConfig, count: int) -> ModelConfig:
         changes["heads"] = config.heads // count
         has_keys = blocks & _WITH_KEYS
         changes["kv_heads"] = max(1, config.kv_heads // count) if has_keys else 1
+    if config.global_attention is not None:
+        kv_heads = max(1, config.global_attention.kv_heads // count)
+        changes["global_attention"] = replace(config.global_attention, kv_heads=kv_heads)
     if blocks & _DENSE:
         changes["ffn_size"] = config.ffn_size // count
     if config.mixture is not None:
@@ -82,6 +85,8 @@ def _divided_sizes(config: ModelConfig, count: int) -> Iterator[tuple[str, int, 
         yield whole("heads", config.heads)
     if blocks & _WITH_KEYS:
         yield shareable("kv_heads", config.kv_heads)
+    if config.global_attention is not None:
+        yield shareable("global_attention.kv_heads", config.global_attention.kv_heads)
     if blocks & _DENSE:
         yield whole("ffn_size", config.ffn_size)
     if config.mixture is not None:

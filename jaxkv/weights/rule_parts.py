@@ -105,6 +105,28 @@ def attention(
     )
 
 
+def global_attention(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of attention over all tokens, whose sizes differ from those of windows."""
+    rule = partial(layer_rule, block="global_attention", prefix=f"{prefix}.")
+    head_dim = "global_attention.head_dim"
+    keys = ("global_attention.kv_heads", head_dim)
+    rows = (("heads", head_dim), keys, keys)
+    return (
+        *(
+            rule(
+                "qkv",
+                *(f"{name}_proj.weight" for name in names),
+                combine="concat",
+                rows=rows,
+                when=("global_attention.keys_are_values", names[1] == names[2]),
+            )
+            for names in ("qkv", "qkk")
+        ),
+        rule("qk_norm", "q_norm.weight", "k_norm.weight", combine="stack"),
+        rule("o", "o_proj.weight"),
+    )
+
+
 def gated_attention(prefix: str, *, offset: float) -> tuple[Rule, ...]:
     """Returns the rules of gated attention, whose query projection yields each head's query and then its gate."""
     rule = partial(layer_rule, block="attention", prefix=f"{prefix}.")
@@ -277,9 +299,11 @@ def mamba2(prefix: str) -> tuple[Rule, ...]:
     )
 
 
-def gated(prefix: str, names: tuple[str, str, str] = GATED_NAMES) -> tuple[Rule, ...]:
+def gated(
+    prefix: str, names: tuple[str, str, str] = GATED_NAMES, *, block: str = "gated"
+) -> tuple[Rule, ...]:
     """Returns the rules of a gated feed-forward, given the names of gate, its factor and their product's projection."""
-    rule = partial(layer_rule, block="gated", prefix=f"{prefix}.")
+    rule = partial(layer_rule, block=block, prefix=f"{prefix}.")
     gate, up, down = names
     biased = ("mlp_bias", True)
     fused = {"combine": "concat", "rows": _GATE_UP_ROWS}
@@ -317,6 +341,7 @@ def gated_experts(
     router: str = "gate.weight",
     correction: str = "gate.e_score_correction_bias",
     correction_combine: Combine = "copy",
+    block: str = "mixture",
 ) -> tuple[Rule, ...]:
     """Returns the rules of a router and of gated experts, one tensor per expert and projection, or all experts in one.
 
@@ -327,8 +352,9 @@ def gated_experts(
         router: end of the router's name.
         correction: end of the name of the router's correction.
         correction_combine: how the correction is stored, see `Rule`.
+        block: name of the block that has them.
     """
-    rule = partial(layer_rule, block="mixture", prefix=f"{prefix}.")
+    rule = partial(layer_rule, block=block, prefix=f"{prefix}.")
     experts, fused = "experts.{expert}", fused or prefix
     gate, up, down = names
     return (

@@ -6,6 +6,7 @@ from typing import TypedDict, Unpack
 
 from jaxkv.config.blocks import (
     DeltaConfig,
+    GlobalAttentionConfig,
     Mamba1Config,
     MambaConfig,
     MixtureConfig,
@@ -108,6 +109,9 @@ class Differences(TypedDict, total=False):
     logit_cap: float | None
     sinks: bool
     window_rope: RopeConfig | None
+    global_attention: GlobalAttentionConfig | None
+    value_norm: bool
+    layer_scalars: bool
     delta: DeltaConfig | None
     mamba1: Mamba1Config | None
     short_conv: ShortConvConfig | None

@@ -1,6 +1,6 @@
 """Multimodal models of which only the text part runs.
 
-Gemma 3 4B to 27B, Mistral-Small 3.x and 4, Ministral 3, Qwen3.5 and 3.6, Kimi-K2.5.
+Gemma 3 4B to 27B, Gemma 4, Mistral-Small 3.x and 4, Ministral 3, Qwen3.5 and 3.6, Kimi-K2.5.
 
 Given text alone, the whole model computes the same as its text part. config.json has the text part's keys in
 `text_config`; the tensors of the other parts are ignored.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.families.dense import gemma3, mistral
-from jaxkv.models.families.experts import deepseek
+from jaxkv.models.families.experts import deepseek, gemma4
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
 from jaxkv.models.families.recurrent import qwen3_5
@@ -32,6 +32,7 @@ class Multimodal(NamedTuple):
         texts: the families that its text part may have; the first if none is named.
         sizes: Transformers' defaults of sizes that `text_config` may leave out.
         ignored: keys of the other parts, separated by blanks.
+        caps_logits: whether the whole model has the soft cap of its text part's logits.
     """
 
     model_type: str
@@ -39,6 +40,7 @@ class Multimodal(NamedTuple):
     texts: tuple[Family, ...]
     sizes: Mapping[str, int]
     ignored: str
+    caps_logits: bool = False
 
 
 _KINDS = (
@@ -55,6 +57,20 @@ _KINDS = (
         },
         "boi_token_index eoi_token_index image_token_index mm_tokens_per_image "
         "boi_token_id eoi_token_id image_token_id",
+    ),
+    Multimodal(
+        "gemma4",
+        ("Gemma4ForConditionalGeneration",),
+        (gemma4.FAMILY,),
+        {
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+        },
+        "",
+        caps_logits=True,
     ),
     Multimodal(
         "mistral3",
@@ -114,7 +130,10 @@ _PREFIXES = (
 )
 """Prefix in the checkpoint (a pattern), of either version of Transformers -> prefix in a model of text alone."""
 
-_OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector|mm_projector|visual)\..+"
+_OTHER_PARTS = (
+    r"(model\.)?"
+    r"(vision_tower|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio|visual)\..+"
+)
 
 
 def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
@@ -131,7 +150,7 @@ def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
             f"config.json: text_config sets model_type = {shown(named)}; for {kind.model_type}, only "
             f"{' or '.join(families)} is supported"
         )
-    if text.get("final_logit_softcapping") is not None:
+    if text.get("final_logit_softcapping") is not None and not kind.caps_logits:
         raise UnknownConfig(
             "config.json: text_config sets final_logit_softcapping, which Transformers applies to a model of text "
             "alone and not to a multimodal one; set it to null if the model was trained without it"

@@ -8,7 +8,10 @@ from jaxkv.errors import UnknownConfig
 from jaxkv.models.hf_config.config_json import ConfigJson
 from jaxkv.wording import listed, shown
 
-_KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
+_KINDS = {
+    kind: kind
+    for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+}
 _KINDS["mrope"] = "default"
 _LOG = logging.getLogger(__name__)
 _MAX_POSITIONS = 2**31 - 1
@@ -38,6 +41,9 @@ def read_rope(
     theta = _take_theta(config, keys)
     kind = keys.take_choice("rope_type", "default", _KINDS)
     options, longest = _READERS[kind](keys, max_positions)
+    if kind == "proportional":
+        share = keys.take_float("partial_rotary_factor", 1.0)
+        options["turning"] = int(share * head_dim // 2)
     original = keys.take("original_max_position_embeddings", None)
     config.lengths |= {longest} | ({original} if isinstance(original, int) else set())
     rotary_dim = head_dim
@@ -59,7 +65,13 @@ def with_theta(raw: Mapping[str, object], theta: float) -> Mapping[str, object]:
 
 
 def read_ropes(
-    config: ConfigJson, *, head_dim: int, max_positions: int, theta: float, window_theta: float
+    config: ConfigJson,
+    *,
+    head_dim: int,
+    max_positions: int,
+    theta: float,
+    window_theta: float,
+    full_head_dim: int | None = None,
 ) -> tuple[RopeConfig, RopeConfig]:
     """Returns the rotary embeddings of layers without a window, and of those with one.
 
@@ -68,6 +80,7 @@ def read_ropes(
     Args:
         config: config.json, whose rotary keys are read, but for the bases.
         head_dim: components of a head.
+        full_head_dim: components of a head of layers without a window; `None` for `head_dim`.
         max_positions: `max_position_embeddings`.
         theta: base of layers without a window, if it is not in `rope_parameters`.
         window_theta: base of layers with a window, if it is not in `rope_parameters`.
@@ -91,10 +104,11 @@ def read_ropes(
             )
         named = ConfigJson(both, place="config.json: rope_parameters")
         parts = {kind: named.take_object(kind) for kind in thetas}
+    widths = {"full_attention": full_head_dim or head_dim, "sliding_attention": head_dim}
     ropes = {
         kind: read_rope(
             ConfigJson({"rope_parameters": _with_theta(part, thetas[kind])}),
-            head_dim=head_dim,
+            head_dim=widths[kind],
             max_positions=max_positions,
         )[0]
         for kind, part in parts.items()
@@ -138,6 +152,10 @@ def _read_default(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
 def _read_linear(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
     factor = keys.take_float("factor")
     return {"factor": factor}, int(max_positions * factor)
+
+
+def _read_proportional(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
+    return {"factor": keys.take_float("factor", 1.0)}, max_positions
 
 
 def _read_dynamic(keys: ConfigJson, max_positions: int) -> tuple[dict, int]:
@@ -215,4 +233,5 @@ _READERS = {
     "llama3": _read_llama3,
     "yarn": _read_yarn,
     "longrope": _read_longrope,
+    "proportional": _read_proportional,
 }

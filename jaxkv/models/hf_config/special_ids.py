@@ -45,6 +45,7 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA,
     "gpt_oss": None,
     "mixtral": _LLAMA,
     "minimax_m2": 200020,

@@ -61,6 +61,8 @@ class Case:
             for name, buffer in model.named_buffers():
                 if "correction" in name or "expert_bias" in name:
                     buffer.normal_(std=0.2)
+                if "layer_scalar" in name:
+                    buffer.normal_(mean=1.0, std=0.2)
         return model
 
     def prompt(self, length, *, offset=0):
@@ -73,6 +75,13 @@ def rope(kind, **keys):
 
 
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "rope_parameters": None}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
 GRANITE_FACTORS = {
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.7,
@@ -355,6 +364,37 @@ CASES = {
         around_zero=("norm",),
         model="Gemma3ForConditionalGeneration",
     ),
+    "gemma4": Case(
+        "Gemma4Text",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "final_logit_softcapping": 20.0,
+        },
+        model="Gemma4ForCausalLM",
+    ),
+    "gemma4-dense": Case(
+        "Gemma4Text", GEMMA4 | {"tie_word_embeddings": False}, model="Gemma4ForCausalLM"
+    ),
+    "gemma4-multimodal": Case(
+        "Gemma4",
+        {
+            "text_config": SHAPE
+            | GEMMA4
+            | {"final_logit_softcapping": 20.0, "use_bidirectional_attention": "vision"},
+            "vision_config": VISION
+            | {"head_dim": 8, "global_head_dim": 8, "position_embedding_size": 16}
+            | {"num_key_value_heads": 2},
+            "audio_config": None,
+        },
+        shape={},
+        model="Gemma4ForConditionalGeneration",
+    ),
     "gpt-oss": Case(
         "GptOss",
         rope("yarn", **STRETCHED, truncate=False)
@@ -438,6 +478,7 @@ SLOW = (
     "gemma2-bias-untied",
     "gemma3",
     "gemma3-multimodal",
+    "gemma4-multimodal",
     "gemma-untied",
     "glm",
     "glm4-moe-plain",

@@ -66,6 +66,20 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+# Heads of 256 in all layers: the kernels take no wider ones, which the published models have without a window.
+GEMMA4 = {
+    "head_dim": 256,
+    "global_head_dim": 256,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+BESIDE = {
+    "enable_moe_block": True,
+    "num_experts": 16,
+    "top_k_experts": 4,
+    "moe_intermediate_size": 128,
+}
 GROWING = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -163,6 +177,21 @@ CASES = {
         "bfloat16",
     ),
     "hunyuan": ("HunYuanDenseV1", SHAPE | {"head_dim": 64}, "bfloat16"),
+    "gemma4": (
+        "Gemma4Text",
+        SHAPE | GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1} | BESIDE,
+        "bfloat16",
+    ),
+    "gemma4, multimodal": (
+        "Gemma4",
+        {
+            "text_config": SHAPE | GEMMA4,
+            "vision_config": VISION
+            | {"head_dim": 8, "global_head_dim": 8, "position_embedding_size": 16}
+            | {"num_key_value_heads": 2},
+        },
+        "bfloat16",
+    ),
     "gpt-oss": (
         "GptOss",
         SHAPE

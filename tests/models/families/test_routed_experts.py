@@ -24,6 +24,7 @@ SAMPLING = SamplingParams(seed=5, n=3, max_tokens=9)
     params=[
         "mixtral",
         pytest.param("mixtral-window-tied", marks=pytest.mark.slow),
+        pytest.param("gemma4", marks=pytest.mark.slow),
         pytest.param("qwen3-moe", marks=pytest.mark.slow),
         pytest.param("v3", marks=pytest.mark.slow),
     ],

@@ -24,6 +24,7 @@ BASES = {
     "qwen3_next": test_config_json_hybrid.QWEN3_NEXT,
     "gemma2": test_config_json_window.GEMMA_2,
     "gemma3": test_config_json_window.GEMMA_3,
+    "gemma4": test_config_json_window.GEMMA_4,
     "gpt_oss": test_config_json_window.GPT_OSS,
     "deepseek_v2": test_config_json_latent.V2_LITE,
     "deepseek_v3": test_config_json_latent.V3,

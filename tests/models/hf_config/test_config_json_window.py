@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from jaxkv.config.blocks import GlobalAttentionConfig, MixtureConfig
+from jaxkv.config.model import RopeConfig
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import read_config
 
@@ -57,6 +59,48 @@ GEMMA_3 = {
     "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
+}
+GEMMA_4 = {
+    # The text part of the published 26B-A4B.
+    "attention_bias": False,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "enable_moe_block": True,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": 8,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -145,6 +189,43 @@ def test_rotary_parts_of_gemma_3_without_a_base_have_the_familys(missing):
     assert (config.rope.theta, config.window_rope.theta) == (7e5, 3e4)
 
 
+def test_gemma_4_has_keys_of_other_sizes_without_a_window():
+    config = read_config(GEMMA_4)
+    sizes = GlobalAttentionConfig(kv_heads=2, head_dim=512, keys_are_values=True)
+    assert (config.kv_heads, config.head_dim, config.global_attention) == (8, 256, sizes)
+    assert config.windows == ((1024,) * 5 + (None,)) * 5
+    mixers = [stages[0] for stages in config.pattern]
+    assert mixers == (["attention"] * 5 + ["global_attention"]) * 5
+    assert {stages[1] for stages in config.pattern} == {"dense_and_mixture"}
+    rope = RopeConfig(theta=1e6, rotary_dim=512, kind="proportional", turning=64)
+    assert (config.rope, config.window_rope) == (rope, RopeConfig(theta=1e4, rotary_dim=256))
+    assert config.mixture == MixtureConfig(experts=128, top_k=8, size=704, gated=True)
+    # The last layer sees all tokens, whatever its kind.
+    kinds = {"layer_types": ["sliding_attention"] * 30}
+    assert read_config(GEMMA_4 | kinds).windows == (1024,) * 29 + (None,)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("change", [{}, {"global_head_dim": 256}, {"attention_k_eq_v": False}])
+def test_gemma_4_saved_again_is_the_same_model(change):
+    """Transformers writes the sizes of each layer instead of `global_head_dim` and `num_global_key_value_heads`."""
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.Gemma4TextConfig.from_dict(GEMMA_4 | change).to_dict()
+    assert "per_layer_config" in saved
+    assert read_config(saved) == read_config(GEMMA_4 | change)
+
+
+@pytest.mark.torch
+def test_keys_that_gemma_4_leaves_out_mean_what_transformers_assumes():
+    transformers = pytest.importorskip("transformers")
+    full = transformers.Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
+    needed = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    sparse = {key: full[key] for key in (*needed, "num_attention_heads")}
+    assert read_config(sparse | {"hidden_size_per_layer_input": 0}) == read_config(full)
+    with pytest.raises(UnknownConfig, match="hidden_size_per_layer_input = 256; embeddings of"):
+        read_config(sparse)
+
+
 def test_gpt_oss_as_its_makers_wrote_it_is_read():
     config = read_config(GPT_OSS)
     assert config.windows == (128, None) * 12
@@ -178,6 +259,11 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
         (GPT_OSS, {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'"),
+        (GEMMA_4, {"num_kv_shared_layers": 20}, "num_kv_shared_layers = 20"),
+        (GEMMA_4, {"use_bidirectional_attention": "all"}, "only causal attention"),
+        (GEMMA_4, {"attention_bias": True}, "attention_bias = True"),
+        (GEMMA_4, {"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config must give"),
+        (GEMMA_4, {"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config must give"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(file, change, told):
