@@ -81,6 +81,15 @@ TOOL_FORMATS: Mapping[str, Entry[ToolFormat | Harmony]] = {
         TaggedFormat(("<seed:tool_call>", "</seed:tool_call>"), _FUNCTION, _PARAMETER, {">": None}),
         ("<seed:tool_call>",),
     ),
+    "minimax_m2": Entry(
+        TaggedFormat(
+            ("<minimax:tool_call>", "</minimax:tool_call>"),
+            ('<invoke name="', '">', "</invoke>"),
+            ('<parameter name="', "</parameter>"),
+            {'">': None},
+        ),
+        ("<minimax:tool_call>",),
+    ),
     "glm45": Entry(KeyValueFormat(), ("<arg_key>",)),
     "qwen3_coder": Entry(
         TaggedFormat(
@@ -150,6 +159,7 @@ REASONING_FORMATS: Mapping[str, Entry[ReasoningFormat | Harmony]] = {
 OTHER_NAMES = {
     "deepseek_v3": "deepseek_r1",
     "gpt_oss": "openai_gptoss",
+    "minimax_m2": "deepseek_r1",
     "olmo3": "deepseek_r1",
     "qwen3_xml": "qwen3_coder",
     "glm47": "glm45",

@@ -298,6 +298,23 @@ EXAMPLES = [
         special=("｜DSML｜", "<｜end▁of▁sentence｜>"),
     ),
     Example(
+        "minimax_m2",
+        "minimax_m2",
+        "minimax_m2",
+        'Weather.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Paris "x"</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="get_time">\n</invoke>\n</minimax:tool_call>[e~[',
+        [
+            Reasoning("Weather."),
+            Content("I look."),
+            *call(0, "get_weather", '{"city": "Paris \\"x\\"", "days": 3}'),
+            *call(1, "get_time", "{}"),
+        ],
+        prompt_end="]~b]ai\n<think>\n",
+        special=("<minimax:tool_call>", "</minimax:tool_call>", "]~b]", "[e~["),
+    ),
+    Example(
         "kimi_k2",
         "kimi_k2",
         None,

@@ -54,6 +54,13 @@ MODELS = {
         "deepseek_v31",
         "deepseek_r1",
     ),
+    "MiniMax M2": (
+        "<minimax:tool_call> tools" + THINK,
+        ("<minimax:tool_call>",),
+        "minimax_m2",
+        "minimax_m2",
+        "deepseek_r1",
+    ),
     "Kimi K2": ("<|tool_calls_section_begin|>tools", (), "kimi_k2", "kimi_k2", None),
     "Mistral 7B": ("[TOOL_CALLS] [AVAILABLE_TOOLS]", ("[TOOL_CALLS]",), "mistral", "mistral", None),
     "Magistral": ("tools", ("[TOOL_CALLS]", "[THINK]"), "mistral", "mistral", "mistral"),
