@@ -1,4 +1,4 @@
-"""Gemma 4 (Google), 26B-A4B and 31B: windows with keys of their own sizes, and experts beside a dense feed-forward."""
+"""Gemma 4 (Google), 26B-A4B and 31B: wider heads without a window, and experts beside a dense feed-forward."""
 
 from collections.abc import Mapping, Sequence
 
