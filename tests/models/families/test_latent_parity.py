@@ -17,8 +17,8 @@ PROMPT = 40
 STEPS = 64
 # Between them every option; the others have one that a single step shows.
 THOROUGH = ("v2-lite", "v3", "v32")
-# The router of v3 is in v32, and attention to all tokens in v2.
-SLOW = ("v3-halves", "v3")
+# The router of v3 is in v32, and attention to all tokens in v2. Mistral Small 4 is fast behind Mistral3's class.
+SLOW = ("v3-halves", "v3", "mistral4", "kimi-k2.5")
 EVERY = [
     pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in latent_cases.CASES
 ]
