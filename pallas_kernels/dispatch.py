@@ -61,6 +61,16 @@ def asking() -> Iterator[list[Question]]:
         _ASKED.reset(token)
 
 
+@contextmanager
+def unasked() -> Iterator[None]:
+    """Keeps the choices of ops that are traced inside from being recorded: a caller has made them for every family."""
+    token = _ASKED.set(None)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
 def is_asking() -> bool:
     """Returns whether ops that are traced now record their choices, see `asking`."""
     return _ASKED.get() is not None

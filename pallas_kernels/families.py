@@ -3,6 +3,9 @@
 FAMILIES = ("mosaic_gpu", "xla", "cudnn", "xla_products")
 """Valid names of a family, best first. By default a model runs in the first family that all its layers support."""
 
+WIDEST_HEAD = 256
+"""Most components of a head that our attention kernels, and the one that writes rotated keys, take."""
+
 # Family -> the ops whose implementation it fixes. Every other op takes the first implementation that can run.
 _MEMBERS = {
     "mosaic_gpu": {"paged_attention": "mosaic_gpu", "ragged_attention": "mosaic_gpu"},

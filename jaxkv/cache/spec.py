@@ -9,6 +9,8 @@ from types import MappingProxyType
 import ml_dtypes  # noqa: F401 - registers the numpy dtypes bfloat16, float8_e4m3fn and others
 import numpy as np
 
+from pallas_kernels.families import WIDEST_HEAD
+
 _ROLES = (
     "key",
     "value",
@@ -289,12 +291,15 @@ class CacheLayout:
     def shared_group(self) -> Group | None:
         """The first group of keys and values in 16 bits that layers read without a window; `None` if there is none.
 
-        Its pages may be read once for several rows that begin with them.
+        Its pages may be read once for several rows that begin with them, by a kernel that takes no wider heads.
         """
         for group in self.paged_groups:
-            wide = all(array.dtype in ("bfloat16", "float16") for array in group.spec.arrays)
-            roles = {array.role for array in group.spec.arrays}
-            if wide and roles == {"key", "value"} and group.window is None:
+            arrays = group.spec.arrays
+            wide = all(array.dtype in ("bfloat16", "float16") for array in arrays)
+            is_taken = {array.role for array in arrays} == {"key", "value"} and all(
+                array.shape[-1] <= WIDEST_HEAD for array in arrays
+            )
+            if wide and is_taken and group.window is None:
                 return group
         return None
 

@@ -1,6 +1,7 @@
 """Grouped-query attention over pages: fused QKV projection, rotation, cache write, attention, output projection."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from jaxkv.layers.norm import rms_norm
 from jaxkv.layers.rope import Angles, grow
 from jaxkv.layers.shards import Shards
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
-from pallas_kernels.families import member
+from pallas_kernels.dispatch import is_asking, note_fallback, unasked
+from pallas_kernels.families import WIDEST_HEAD, member
 from pallas_kernels.formats.quantise import quantise
 
 # The roles of a layer's pages, in the order of the ops' arguments.
@@ -90,18 +92,35 @@ def attention(
     """
     run = partial(matmul, implementation=implementation)
     qkv = run(params["qkv"], x, bias=params.get("qkv_bias"))
-    layer_cache, mixed = attend_projected(
-        params,
-        layer_cache,
-        qkv,
-        batch,
-        tables,
-        angles,
-        sizes=sizes,
-        shards=shards,
-        implementation=implementation,
-    )
+    with _family_of(sizes.head_dim, implementation) as family:
+        layer_cache, mixed = attend_projected(
+            params,
+            layer_cache,
+            qkv,
+            batch,
+            tables,
+            angles,
+            sizes=sizes,
+            shards=shards,
+            implementation=family,
+        )
     return layer_cache, run(params["o"], mixed, bias=params.get("o_bias"), joining=joining)
+
+
+@contextmanager
+def _family_of(head_dim: int, implementation: str | None) -> Iterator[str | None]:
+    """Yields the family that attends with heads of this width: XLA, in every family, for heads too wide for kernels.
+
+    Otherwise a model with a few such layers (Gemma 4) would run all of its layers on XLA.
+    """
+    if head_dim <= WIDEST_HEAD or implementation is None:
+        yield implementation
+        return
+    if implementation != "xla" and not is_asking():
+        refusal = f"heads have at most {WIDEST_HEAD} components there, got {head_dim}"
+        note_fallback("attention", implementation, refusal, "xla")
+    with unasked():
+        yield "xla"
 
 
 def attend_projected(

@@ -19,7 +19,7 @@ from jaxkv.models.protocol import Model, Params
 from jaxkv.sampling.batch import SamplingBatch
 from pallas_kernels.device import why_not_mosaic
 from pallas_kernels.dispatch import Question, Unsupported, asking
-from pallas_kernels.families import FAMILIES, member
+from pallas_kernels.families import FAMILIES, WIDEST_HEAD, member
 
 _LOG = logging.getLogger(__name__)
 _LOGGED: set[str] = set()
@@ -69,12 +69,15 @@ def choose_implementation(
         ValueError: the name is unknown.
     """
     choice = _choose(model, params, layout, counts)
-    arrays = (array for group in layout.groups for array in group.spec.arrays)
-    if choice.name == _PLAINEST and any(array.dtype.startswith("float8") for array in arrays):
+    arrays = [array for group in layout.groups for array in group.spec.arrays]
+    stored = [array for array in arrays if array.dtype.startswith("float8")]
+    widest = max((array.shape[-1] for array in stored), default=0)
+    if stored and (choice.name == _PLAINEST or widest > WIDEST_HEAD):
         # XLA converts the whole pool to a wider dtype to update fp8 values.
+        what = str(choice) if choice.name == _PLAINEST else f"xla for heads of {widest} components"
         raise Unsupported(
             f"an fp8 cache needs our kernels, because XLA copies its pools at every step, but this model runs as "
-            f"{choice}; store keys and values as int8 instead"
+            f"{what}; store keys and values as int8 instead"
         )
     if str(choice) not in _LOGGED:
         _LOGGED.add(str(choice))

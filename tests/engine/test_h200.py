@@ -58,9 +58,11 @@ LATENT = (
     "latent_sparse_expanded_records_mosaic_gpu",
 )
 WINDOWS = (
-    *("windows_gemma_decode", "windows_gpt_oss_decode"),
+    *("windows_gemma_decode", "windows_gemma4_decode", "windows_gpt_oss_decode"),
     *("windows_gemma_prefill", "windows_gpt_oss_prefill"),
 )
+# XLA attends to prompts in loops, which are outside of command buffers.
+LOOPED = "windows_gemma4_prefill"
 DIVIDED = "devices_decode_2"
 MORE_DIVIDED = (
     "devices_decode_8",
@@ -91,7 +93,7 @@ SLOW_BATCHES = (
     # The kernel that attends to prompts is compiled by tests/pallas_kernels/h200/test_kernels.py.
     ("decode", "prefill", MANY_ROWS, *SHARING, *CHOOSING, *IN_TWO, *PROCESSED, ADAPTED, *GENERATES),
     # What is refused here is refused by tests/programs/test_audit.py too; a scan stays fast.
-    (ODD, LATE, SWAPPED, INVARIANT, *VERIFY, *WINDOWS),
+    (ODD, LATE, SWAPPED, INVARIANT, *VERIFY, *WINDOWS, LOOPED),
     (*DRAFTS, *KEEPING),
     (*MORE_HYBRID, *HYBRID_OF_XLA),
     LATENT,
@@ -127,6 +129,9 @@ KERNELS = {
     # Hidden states are written to their pages by a fusion of XLA's.
     **dict.fromkeys(KEEPING, 6 + 1),
     "windows_gemma_decode": 13,
+    # In each of two layers four dense products, and of the experts those two with what they need. In one a write and
+    # attention, which in the other are XLA's.
+    "windows_gemma4_decode": 2 * (4 + 2 + 3) + 2 + 1,
     # The experts of each of two layers: the choice, the rows, the visits.
     "windows_gpt_oss_decode": 13 + 2 * 3,
     "windows_gemma_prefill": 5,
@@ -181,7 +186,7 @@ def each(*names):
 
 @each(
     *(*GOOD, *BESIDE, *HOST, *DRAFTS, *OTHERS, *HYBRID_OF_XLA),
-    *(DIVIDED, *MORE_DIVIDED, *PEERS, SAMPLES),
+    *(DIVIDED, *MORE_DIVIDED, *PEERS, SAMPLES, LOOPED),
 )
 def test_a_program_updates_its_cache_in_place_on_an_h200(report, name):
     # Every leaf of the cache is its own output, and no pool is copied: pages, states, latents, records and index keys.

@@ -176,6 +176,29 @@ def test_one_layer_is_enough():
 
 
 @pytest.mark.usefixtures("hopper")
+def test_heads_too_wide_for_kernels_are_xlas_alone_and_counted(caplog):
+    """A model with a few such layers (Gemma 4) keeps its kernels in the others."""
+    model = decoder(512)
+    assert chosen(model) == Choice("mosaic_gpu")
+    key = ("attention", "mosaic_gpu", "heads have at most 256 components there, got 512")
+    before = dispatch.fallbacks().get(key, 0)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert kernels_of(model.running("mosaic_gpu")) == (0, 0)
+    # In steps of decode and of prefill.
+    assert dispatch.fallbacks()[key] == before + 2 * LAYERS
+    told = "attention runs as xla, since mosaic_gpu cannot: heads have at most 256 components there"
+    assert before or told in caplog.text
+    assert cache_of(model, "bfloat16", 64)[0].shared_group is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_keys_in_fp8_are_refused_where_xla_would_copy_them():
+    assert chosen(decoder(512), dtype="int8") == Choice("mosaic_gpu")
+    with pytest.raises(Unsupported, match="runs as xla for heads of 512 components; store keys"):
+        chosen(decoder(512), dtype="fp8")
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_cache_dtype_that_no_kernel_takes_is_a_reason_too():
     choice = chosen(decoder(128), dtype="float32")
     assert choice.name == "xla"

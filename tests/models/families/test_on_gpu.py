@@ -66,10 +66,9 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-# Heads of 256 in all layers: the kernels take no wider ones, which the published models have without a window.
 GEMMA4 = {
     "head_dim": 256,
-    "global_head_dim": 256,
+    "global_head_dim": 512,
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "hidden_size_per_layer_input": 0,
