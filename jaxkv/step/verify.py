@@ -82,6 +82,8 @@ def verify_step(
     else:
         assert not batch.states, "an engine refuses drafts for such a model"
         (cache, hidden), writes = model.forward(params, cache, batch), None
+    # Read again, since the model may write to this layer too: the experts that its routers chose.
+    choices = cache.layer(model.num_layers)
     rows, width = drafts.shape[0], most + 1
     columns = jnp.arange(width, dtype=jnp.int32)[None, :]
     # Packed index of the token before each sampled one. Columns behind a row's drafts repeat its last token.

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxkv import LLM, CacheConfig, SamplingParams
+from jaxkv import LLM, CacheConfig, SamplingParams, SpeculationConfig
 from jaxkv.errors import ProgramRefused
 from jaxkv.programs.manifest import compile_count
 from jaxkv.rollout import NO_EXPERT
@@ -79,6 +79,26 @@ def test_rollouts_have_them_beside_the_concatenated_tokens(pair):
         wanted = chosen_by(theirs, tokens[computed].tolist())
         np.testing.assert_array_equal(np.sort(experts[computed], axis=2), wanted)
         assert (np.delete(experts, computed, axis=0) == NO_EXPERT).all()
+
+
+def test_steps_that_verify_drafts_keep_the_experts_of_transformers(pair):
+    case, theirs, llm = pair
+    cache = CacheConfig(page_size=8, max_sequences=4, routed_experts=True)
+    drafts = SpeculationConfig(tokens=2, shortest_ngram=1, adaptive=False)
+    drafting = few_programs(
+        LLM.from_parts(
+            llm.model,
+            llm.params,
+            cache=cache,
+            max_model_len=64,
+            speculation=drafts,
+            progress=False,
+        )
+    )
+    repetitive = case.prompt(3) * 6
+    for output in drafting.generate([repetitive, case.prompt(5, offset=1)], SAMPLING):
+        check(output, theirs)
+    assert sum(drafting.stats().speculation.drafted) > 0
 
 
 @pytest.mark.slow
