@@ -255,8 +255,14 @@ def without_refused(tree: Mapping[str, Any]) -> dict[str, Any]:
         if name not in kept:
             continue
         value = kept.pop(name)
-        if name == "best_of" and type(value) is int and 1 <= value <= (tree.get("n") or 1):
+        if name == "best_of" and type(value) is int and 1 <= value <= _samples(tree):
             continue
         if value is not None and value not in _HARMLESS.get(name, ()):
             raise ApiError(400, "unsupported_field", f"{name} is not supported: {why}", name)
     return kept
+
+
+def _samples(tree: Mapping[str, Any]) -> int:
+    """Returns the samples that a body asks for; 1 if its `n` is no number, which is refused later."""
+    given = tree.get("n")
+    return max(1, given) if type(given) is int else 1

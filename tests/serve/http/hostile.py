@@ -290,6 +290,8 @@ def _fields():
         for name, values in own.items():
             for value in values:
                 yield Hostile(path, dump(base(path) | {name: value}), param=name[:40])
+    for n in ("2", [2]):
+        yield Hostile(COMPLETIONS, dump(base(COMPLETIONS) | {"best_of": 1, "n": n}), param="n")
 
 
 def _bodies():
