@@ -176,9 +176,15 @@ def plan_cache(
     if budget.num_sequences < 1:
         each = (bytes_per_sequence(g, max_model_len, budget.ahead) for g in layout.paged_groups)
         one = sum(each)
+        states = sum(
+            group.bytes_per_unit * budget.counts[group.name]
+            for group in layout.groups
+            if group.unit == "state"
+        )
         raise ValueError(
-            f"the cache has {budget.budget_bytes:,} bytes, but one sequence of {max_model_len:,} tokens needs "
-            f"{one:,}; lower max_model_len, or give the cache more memory"
+            f"the cache has {budget.budget_bytes:,} bytes, {states:,} of them for states, but one sequence of "
+            f"{max_model_len:,} tokens needs {one:,}; lower max_model_len or max_sequences, or give the cache more "
+            "memory"
         )
     return layout, budget
 

@@ -50,6 +50,19 @@ def test_mailboxes_of_several_devices_leave_less_for_the_cache(monkeypatch):
     assert room(6_200_000) == wanted
 
 
+def test_a_cache_without_room_for_a_sequence_tells_what_its_states_leave():
+    cache = CacheConfig(max_sequences=4, page_size=16, budget_bytes=500_000)
+    with pytest.raises(ValueError, match="lower max_model_len or max_sequences") as refusal:
+        plan(None, cache)
+    given, states, wanted = (
+        int(number.replace(",", ""))
+        for number in re.findall(
+            r"([\d,]+) bytes, ([\d,]+) of them .* needs ([\d,]+);", str(refusal.value)
+        )[0]
+    )
+    assert given - states < wanted
+
+
 def weight_bytes(text):
     return int(re.search(r"weights: ([\d,]+) bytes", text)[1].replace(",", ""))
 
