@@ -210,7 +210,8 @@ class SampleOutput:
         routed_experts: int16 `[tokens, layers, top_k]`, best first: the experts that the routers chose for each token
             of the prompt and of the output but the last, which no step has computed, in the layers that have experts.
             After a preemption they are those of the second computation. `None` without
-            `CacheConfig(routed_experts=True)`, and for an output that no token ended.
+            `CacheConfig(routed_experts=True)`, and for an output that no sampled token ended: after an abort or an
+            error, or if a grammar forced the last token, which happens in requests without `logprobs` alone.
         timing: when it was queued, was admitted, gave its first token and ended.
     """
 

@@ -67,7 +67,7 @@ class RequestState:
         logprobs: per generated token, if requested.
         prompt_logprobs: per token of the prompt, if requested; of the first sample alone.
         routed_experts: the experts chosen for its tokens, `[tokens, layers, top_k]` or longer, on the device or the
-            host; `None` if the cache keeps none, or if it did not end by a token of its own.
+            host; `None` if the cache keeps none, or if it did not end by a sampled token.
         stream: incremental detokenizer; `None` if the request is not streamed and has no stop strings.
         text: output of `stream` so far.
         pieces: pieces that the user has not read yet; `None` if the request is not streamed.
