@@ -1,7 +1,7 @@
 """`AsyncReplicatedLLM`: the methods of `AsyncLLM` over several replicas."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -138,7 +138,13 @@ class AsyncReplicatedLLM:
                 salt=given["salt"],
             )
         )
-        outputs = await asyncio.gather(*(self._output_of(job) for job in jobs))
+        waiting = [asyncio.ensure_future(self._output_of(job)) for job in jobs]
+        try:
+            outputs = await asyncio.gather(*waiting)
+        finally:
+            # After an error of one, no caller waits for the others.
+            for one in waiting:
+                one.cancel()
         made = rollout_of(
             outputs, prompt_width=prompt_width, output_width=output_width, pad_id=pad_id
         )
@@ -158,10 +164,13 @@ class AsyncReplicatedLLM:
         if outputs is not None and lora is not None:
             options = by_adapter(options, sampling, lora)
         given = as_call("AsyncLLM.score", options, sampling=sampling)
-        begun = await asyncio.to_thread(
-            self._llm.begin_scores, prompts, outputs, given, lora, priority
-        )
-        shares = await asyncio.gather(*(self._result_of(one) for one in begun))
+        begin = partial(self._llm.begin_scores, prompts, outputs, given, lora, priority)
+        begun = await _sent(begin)
+        try:
+            shares = await asyncio.gather(*(self._result_of(one) for one in begun))
+        finally:
+            for one in begun:
+                one.cancel()
         return [scores for share in shares for scores in share]
 
     async def update_weights(
@@ -218,16 +227,14 @@ class AsyncReplicatedLLM:
         return self._llm.numbered(found)
 
     async def _begin(self, operation: str, job: Job, pieces: Any = None) -> "Future[Any]":  # noqa: ANN401
-        """Begins a job in a thread, since that may wait; a caller that is cancelled meanwhile aborts it."""
-        beginning = asyncio.ensure_future(
-            asyncio.to_thread(self._llm.group.begin, operation, job, pieces=pieces)
-        )
-        try:
-            begun = await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            beginning.add_done_callback(_abort)
-            raise
-        assert begun is not None, "there is no limit"
+        """Begins a job; see `_sent`."""
+
+        def begin() -> "list[Future[Any]]":
+            begun = self._llm.group.begin(operation, job, pieces=pieces)
+            assert begun is not None, "there is no limit"
+            return [begun]
+
+        [begun] = await _sent(begin)
         return begun
 
     def _begun(self, result: "Future[Any]") -> "Future[Any]":
@@ -253,9 +260,19 @@ class AsyncReplicatedLLM:
             raise RuntimeError(_ENDED)
 
 
-def _abort(beginning: "asyncio.Future[Future[Any] | None]") -> None:
+async def _sent(begin: "Callable[[], list[Future[Any]]]") -> "list[Future[Any]]":
+    """Begins calls in a thread, since that may wait; a caller that is cancelled meanwhile aborts them."""
+    beginning = asyncio.ensure_future(asyncio.to_thread(begin))
+    try:
+        return await asyncio.shield(beginning)
+    except asyncio.CancelledError:
+        beginning.add_done_callback(_abort)
+        raise
+
+
+def _abort(beginning: "asyncio.Future[list[Future[Any]]]") -> None:
     """Aborts what was begun for a caller that has left."""
     if beginning.cancelled() or beginning.exception() is not None:
         return
-    if (begun := beginning.result()) is not None:
+    for begun in beginning.result():
         begun.cancel()

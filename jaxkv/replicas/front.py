@@ -42,6 +42,7 @@ from jaxkv.models.protocol import Params
 from jaxkv.monitoring.stats import Stats
 from jaxkv.replicas.group import FULL, Job, ReplicaGroup, as_prompt
 from jaxkv.replicas.prefix_files import found_files, new_files, texts_of
+from jaxkv.replicas.replica import Replica
 from jaxkv.replicas.totals import total
 from jaxkv.rollout import Rollout, column_count, rollout_of
 from jaxkv.runner.weight_version import WeightVersion
@@ -307,11 +308,12 @@ class ReplicatedLLM:
         if outputs is not None and lora is not None:
             options = by_adapter(options, sampling, lora)
         call = as_call("LLM.score", options, sampling=sampling, progress=progress)
-        return [
-            scores
-            for result in self.begin_scores(prompts, outputs, call, lora)
-            for scores in result.result()
-        ]
+        begun = self.begin_scores(prompts, outputs, call, lora)
+        try:
+            return [scores for result in begun for scores in result.result()]
+        finally:
+            for result in begun:
+                result.cancel()
 
     def begin_scores(
         self,
@@ -335,10 +337,7 @@ class ReplicatedLLM:
                 )
             texts = [list(one.ids) for one in tokenized]
             shared = [{"texts": texts[share], "lora": lora} for share in shares]
-            return [
-                replica.call("score_texts", given)
-                for replica, given in zip(replicas, shared, strict=True)
-            ]
+            return _begin_shares("score_texts", replicas, shared)
         samples = [
             list(map(list, one)) for one in given_samples(outputs, len(listed), self._vocab_size)
         ]
@@ -353,10 +352,7 @@ class ReplicatedLLM:
             }
             for share in shares
         ]
-        return [
-            replica.call("score_samples", given)
-            for replica, given in zip(replicas, shared, strict=True)
-        ]
+        return _begin_shares("score_samples", replicas, shared)
 
     def update_weights(
         self,
@@ -701,3 +697,18 @@ def _place_of(name: str, function: LogitsProcessor) -> str:
             f"replica imports it; got {qualified or function!r} of {module or 'no module'}: move it into a file"
         )
     return f"{module}:{qualified}"
+
+
+def _begin_shares(
+    operation: str, replicas: Sequence[Replica], shares: Sequence[Mapping[str, Any]]
+) -> "list[Future[Any]]":
+    """Begins an operation on each replica with its share; if one cannot begin, those before it are aborted."""
+    begun: list[Future[Any]] = []
+    try:
+        for replica, share in zip(replicas, shares, strict=True):
+            begun.append(replica.call(operation, share))
+    except BaseException:
+        for result in begun:
+            result.cancel()
+        raise
+    return begun

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -291,6 +292,63 @@ def test_a_caller_that_leaves_while_its_request_is_sent_aborts_it(two, monkeypat
     monkeypatch.setattr(two.group, "begin", late)
     asyncio.run(work())
     assert begun[0].cancelled()
+
+
+def test_scores_whose_caller_leaves_while_they_are_sent_are_aborted(two, monkeypatch):
+    begin = two.begin_scores
+
+    def late(*args):
+        time.sleep(0.2)
+        begun.extend(begin(*args))
+        return begun
+
+    async def work():
+        async with AsyncLLM(two) as served:
+            leaving = asyncio.create_task(served.score(PROMPTS))
+            await asyncio.sleep(0.1)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            await asyncio.sleep(0.3)
+
+    begun = []
+    for replica in two.group.replicas:
+        monkeypatch.setattr(replica, "call", lambda *args, **options: Future())
+    monkeypatch.setattr(two, "begin_scores", late)
+    asyncio.run(work())
+    assert [one.cancelled() for one in begun] == [True, True]
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_an_error_of_one_replica_aborts_the_scores_of_the_others(two, monkeypatch, served):
+    failed, left = Future(), Future()
+    failed.set_exception(RuntimeError("broken"))
+    for replica, result in zip(two.group.replicas, (failed, left), strict=True):
+        monkeypatch.setattr(replica, "call", lambda *args, result=result, **options: result)
+
+    async def score():
+        with pytest.raises(RuntimeError, match="broken"):
+            await AsyncLLM(two).score(PROMPTS) if served else two.score(PROMPTS)
+        # The end of the loop would cancel what is left.
+        assert left.cancelled()
+
+    asyncio.run(score())
+
+
+def test_an_error_of_one_prompt_aborts_the_rest_of_a_rollout(two, monkeypatch):
+    results = [Future(), Future()]
+    results[0].set_exception(RuntimeError("broken"))
+    left = iter(results)
+    monkeypatch.setattr(two.group, "begin", lambda *args, **options: next(left))
+
+    async def roll_out():
+        with pytest.raises(RuntimeError, match="broken"):
+            await AsyncLLM(two).rollout(PROMPTS[:2], GREEDY)
+        await asyncio.sleep(0.1)
+        # The end of the loop would cancel what is left.
+        assert results[1].cancelled()
+
+    asyncio.run(roll_out())
 
 
 def test_what_only_a_single_llm_has_is_refused_with_a_way_out(two):
