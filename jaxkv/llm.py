@@ -1194,7 +1194,7 @@ class LLM:
             BadCheckpoint: the file is damaged, or was saved with another model, implementation, dtype or cache layout,
                 or with other weights; the cache is unchanged.
             FileNotFoundError: there is no such file.
-            ValueError: the prefix cache is off.
+            ValueError: the prefix cache is off, or `path` is no regular file.
             ProgramRefused: strict mode was not warmed up with `saved_prefixes=True`.
             RuntimeError: an `AsyncLLM` serves this `LLM`.
         """

@@ -104,7 +104,7 @@ def save_file(
         ValueError: `path` exists and is no regular file.
         OSError: it cannot be written; a file that was there is as it was.
     """
-    path = _writable(Path(path))
+    path = _regular(Path(path), "name a file to write prefixes to")
     tables = _tables(catalogue)
     metadata = {
         "format": FORMAT,
@@ -145,7 +145,9 @@ def open_file(path: str | Path, identity: Identity) -> Iterator["PrefixFile"]:
         BadCheckpoint: it is damaged, no file of prefixes, or was saved with another model, other weights or another
             layout.
         FileNotFoundError: there is no such file.
+        ValueError: it is no regular file. A pipe would be waited for.
     """
+    _regular(Path(path), "name a file that save_prefixes has written")
     try:
         with safe_open(path, framework="numpy") as file:
             yield PrefixFile(path, file, identity)
@@ -377,8 +379,13 @@ def _difference(got: str, wanted: str) -> tuple[str, str]:
     return shown(got[first : at + 40]), shown(wanted[first : at + 40])
 
 
-def _writable(path: Path) -> Path:
-    """Returns the path after following links; raises `ValueError` if it exists and is no regular file."""
+def _regular(path: Path, advice: str) -> Path:
+    """Returns the path after following links; raises `ValueError` if it exists and is no regular file.
+
+    Args:
+        path: the path.
+        advice: what to do instead, for the message.
+    """
     real = Path(os.path.realpath(path))
     with suppress(FileNotFoundError):
         mode = real.stat().st_mode
@@ -389,7 +396,5 @@ def _writable(path: Path) -> Path:
                 stat.S_IFBLK: "a device",
             }
             kind = kinds.get(stat.S_IFMT(mode), "a pipe or socket")
-            raise ValueError(
-                f"{path} is {kind}, not a regular file; name a file to write prefixes to"
-            )
+            raise ValueError(f"{path} is {kind}, not a regular file; {advice}")
     return real

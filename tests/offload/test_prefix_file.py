@@ -348,14 +348,15 @@ def test_a_symbolic_link_stays_and_its_target_is_written(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_only_a_regular_file_is_replaced(tmp_path):
+def test_only_a_regular_file_is_replaced_or_read(tmp_path):
     pipe, folder, device = tmp_path / "pipe", tmp_path / "folder", tmp_path / "device"
     os.mkfifo(pipe)
     folder.mkdir()
     device.symlink_to("/dev/null")
-    for path, kind in ((pipe, "a pipe"), (folder, "a directory"), (device, "a device")):
-        with pytest.raises(ValueError, match=f"{path.name} is {kind}.*, not a regular file"):
-            save(path)
+    for path, kind in ((folder, "a directory"), (device, "a device"), (pipe, "a pipe")):
+        for use in (save, load):
+            with pytest.raises(ValueError, match=f"{path.name} is {kind}.*, not a regular file"):
+                use(path)
     assert sorted(tmp_path.iterdir()) == [device, folder, pipe]
 
 
