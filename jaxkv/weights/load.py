@@ -290,7 +290,7 @@ def _plan[S: Tensor](
 ) -> LeafPlan[S]:
     """Returns the leaf with its tensors; raises `BadCheckpoint` if one is missing or has a wrong shape or dtype."""
     assert target in recipes, f"no weight rule makes the parameter {target}"
-    recipe = _of_stored(recipes[target], tensors)
+    recipe = _of_stored(recipes[target], tensors, wanted.shape)
     sources: list[S] = []
     for name, shape in zip(recipe.sources, recipe.source_shapes(wanted.shape), strict=True):
         if name not in tensors:
@@ -311,10 +311,16 @@ def _plan[S: Tensor](
     return LeafPlan(target, np.dtype(wanted.dtype), tuple(sources), arrangement, recipe.offset)
 
 
-def _of_stored(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
-    """Returns the recipe for the form and the orientation in which the sources are stored."""
+def _of_stored(recipe: Recipe, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Recipe:
+    """Returns the recipe for the form and the orientation in which the sources of a leaf of `shape` are stored."""
     if recipe.fused in tensors and recipe.sources[0] not in tensors:
         recipe = recipe.of_fused_source()
+    exchanged = recipe.of_transposed_source()
+    if exchanged is not None and recipe.sources[0] in tensors:
+        # Published experts of Qwen3-VL have their input first, and those that Transformers saves again have it last.
+        stored = (tensors[recipe.sources[0]].shape,)
+        if stored == exchanged.source_shapes(shape) != recipe.source_shapes(shape):
+            return exchanged
     transposed = next(
         (name for name in recipe.sources if name in tensors and tensors[name].transposed), None
     )

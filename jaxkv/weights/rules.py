@@ -22,11 +22,13 @@ Combine = Literal[
     "deinterleave_transpose",
     "last_axis_first",
     "only_row",
+    "swap_last",
 ]
 
 _OF_TRANSPOSED: Mapping[Combine, Combine] = {
     "deinterleave_transpose": "deinterleave_rows",
     "last_axis_first": "transpose",
+    "swap_last": "copy",
 }
 """Operation -> the operation with the same result for a source whose last two axes are exchanged."""
 
@@ -94,6 +96,7 @@ class Rule:
         deinterleave_rows: the same along the second of three axes.
         deinterleave_transpose: "deinterleave", then the last two of three axes exchanged.
         last_axis_first: the last of three axes moved to the front.
+        swap_last: the last two of three axes exchanged.
         only_row: the source without its first axis, which has size 1.
         select: some sections of each group of the source's rows (see `regroup`).
 
@@ -236,7 +239,7 @@ class Recipe:
             return ((shape[1], shape[0], *shape[2:]),)
         if self.combine in ("deinterleave", "deinterleave_rows"):
             return (shape,)
-        if self.combine == "deinterleave_transpose":
+        if self.combine in ("deinterleave_transpose", "swap_last"):
             return ((shape[0], shape[2], shape[1]),)
         if self.combine == "last_axis_first":
             return ((shape[1], shape[2], shape[0]),)

@@ -133,6 +133,7 @@ _AXES: Mapping[str, Callable[[Any, Any], Any]] = {
         (stored[:, ::2], stored[:, 1::2]), axis=1
     ),
     "deinterleave_transpose": lambda stored, arrays: _deinterleave(stored, arrays).swapaxes(1, 2),
+    "swap_last": lambda stored, arrays: arrays.swapaxes(stored, 1, 2),
     "last_axis_first": lambda stored, arrays: arrays.moveaxis(stored, 2, 0),
 }
 

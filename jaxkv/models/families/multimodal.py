@@ -1,6 +1,6 @@
 """Multimodal models of which only the text part runs.
 
-Gemma 3 4B to 27B, Gemma 4, Mistral-Small 3.x and 4, Ministral 3, Qwen3.5 and 3.6, Kimi-K2.5.
+Gemma 3 4B to 27B, Gemma 4, Mistral-Small 3.x and 4, Ministral 3, Qwen3-VL, Qwen3.5 and 3.6, Kimi-K2.5.
 
 Given text alone, the whole model computes the same as its text part. config.json has the text part's keys in
 `text_config`; the tensors of the other parts are ignored.
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
-from jaxkv.models.families.dense import gemma3, mistral
-from jaxkv.models.families.experts import deepseek, gemma4
+from jaxkv.models.families.dense import gemma3, mistral, qwen3
+from jaxkv.models.families.experts import deepseek, gemma4, qwen3_moe
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import check_architecture
 from jaxkv.models.families.recurrent import qwen3_5
@@ -85,6 +85,32 @@ _KINDS = (
         },
         "image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size "
         "vision_feature_layer",
+    ),
+    Multimodal(
+        "qwen3_vl",
+        ("Qwen3VLForConditionalGeneration",),
+        (qwen3.VL_TEXT,),
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        "",
+    ),
+    Multimodal(
+        "qwen3_vl_moe",
+        ("Qwen3VLMoeForConditionalGeneration",),
+        (qwen3_moe.VL_TEXT,),
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+        },
+        "",
     ),
     Multimodal(
         "qwen3_5",

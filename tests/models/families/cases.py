@@ -128,6 +128,21 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+LOOKING = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+    "mrope_interleaved": True,
+}
 STRETCHED = {"original_max_position_embeddings": 32, "factor": 4.0}
 
 CASES = {
@@ -449,6 +464,28 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-vl": Case(
+        "Qwen3VL",
+        {
+            "text_config": SHAPE | SMALL | {"head_dim": 16, "rope_parameters": MROPE},
+            "vision_config": LOOKING,
+            "tie_word_embeddings": True,
+        },
+        shape={},
+        model="Qwen3VLForConditionalGeneration",
+    ),
+    "qwen3-vl-moe": Case(
+        "Qwen3VLMoe",
+        {
+            "text_config": SHAPE
+            | QWEN_EXPERTS
+            | {"head_dim": 16, "rope_parameters": MROPE, "mlp_only_layers": [0]},
+            "vision_config": LOOKING,
+            "tie_word_embeddings": False,
+        },
+        shape={},
+        model="Qwen3VLMoeForConditionalGeneration",
+    ),
     "granite-moe": Case("GraniteMoe", MIXTRAL | GRANITE_FACTORS | {"tie_word_embeddings": True}),
     "granite-moe-shared": Case(
         "GraniteMoeShared",
@@ -504,6 +541,7 @@ SLOW = (
     "qwen2-yarn",
     "qwen3",
     "qwen3-moe-step-window",
+    "qwen3-vl",
     "smollm3-flags",
 )
 """Cases of a family with another case whose options are further ones, or ones that another case combines.

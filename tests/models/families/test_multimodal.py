@@ -71,3 +71,20 @@ def test_a_tensor_under_two_names_is_refused(saved):
     safetensors.save_file(both, directory / "model.safetensors")
     with pytest.raises(BadCheckpoint, match="two names of one tensor"):
         _params(directory)
+
+
+def test_experts_are_read_whichever_axis_is_last(tmp_path):
+    """Published files of Qwen3-VL have the input axis before the output axis, and Transformers saves it behind."""
+    cases.CASES["qwen3-vl-moe"].build().save_pretrained(tmp_path)
+    params, path = _params(tmp_path), tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    fused = [name for name in tensors if ".experts." in name]
+    assert len(fused) == 2
+    for name in fused:
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    safetensors.save_file(tensors, path)
+    jax.tree.map(np.testing.assert_array_equal, _params(tmp_path), params)
+    tensors[fused[0]] = tensors[fused[0]][:, :-1].copy()
+    safetensors.save_file(tensors, path)
+    with pytest.raises(BadCheckpoint, match=r"experts.* has shape .*, wanted"):
+        _params(tmp_path)

@@ -79,6 +79,15 @@ BESIDE = {
     "top_k_experts": 4,
     "moe_intermediate_size": 128,
 }
+LOOKING = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 256,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
 GROWING = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -237,6 +246,21 @@ CASES = {
         SHAPE
         | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
         | {"head_dim": 64, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        "bfloat16",
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"text_config": SHAPE | {"head_dim": 128}, "vision_config": LOOKING},
+        "bfloat16",
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": SHAPE
+            | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+            | {"head_dim": 64, "mlp_only_layers": [0]},
+            "vision_config": LOOKING,
+        },
         "bfloat16",
     ),
     "granite-moe": (
@@ -398,7 +422,7 @@ CASES = {
     "falcon-h1": ("FalconH1", SHAPE | MAMBA | {"mamba_d_ssm": 512, "head_dim": 64}, "bfloat16"),
 }
 # Other names of families that are here: the same blocks with other weight names or a wrapper.
-ALIASES = {"kimi_k2", "qwen3_5", "qwen3_5_moe"}
+ALIASES = {"kimi_k2", "qwen3_5", "qwen3_5_moe", "qwen3_vl_text", "qwen3_vl_moe_text"}
 PROMPTS = (150, 33, 90)
 
 

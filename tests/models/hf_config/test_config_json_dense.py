@@ -278,6 +278,39 @@ MISTRAL_3 = {
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
     "vision_feature_layer": -1,
 }
+QWEN_3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True,
+    "video_token_id": 151656,
+    "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "model_type": "qwen3_vl"},
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
 MINISTRAL = {
     "architectures": ["Ministral3ForCausalLM"],
     "dtype": "bfloat16",
@@ -370,9 +403,11 @@ FILES = {
     "HunYuanDenseV1": HUNYUAN,
     "Gemma3": GEMMA_3,
     "Mistral3": MISTRAL_3,
+    "Qwen3VL": QWEN_3_VL,
 }
 """Prefix of the classes in Transformers -> a file with the keys of a published one."""
 
+VL_ROPE = RopeConfig(rotary_dim=128, theta=5e6)
 ERNIE_ROPE = RopeConfig(rotary_dim=128, theta=500000.0)
 EVERY_FOURTH = tuple(range(3, 32, 4))
 EXPECTED = {
@@ -394,6 +429,7 @@ EXPECTED = {
     "HunYuanDenseV1": {"late_qk_norm": True, "qk_norm": False, "tie_embeddings": True},
     "Gemma3": {"heads": 8, "vocab_size": 262208, "dtype": "bfloat16", "eos_ids": (1, 106)},
     "Mistral3": {"heads": 32, "kv_heads": 8, "tie_embeddings": False, "dtype": "bfloat16"},
+    "Qwen3VL": {"qk_norm": True, "tie_embeddings": True, "rope": VL_ROPE, "eos_ids": (151645,)},
 }
 
 
@@ -503,7 +539,8 @@ def test_keys_that_a_file_leaves_out_mean_what_transformers_assumes(name):
     sparse = {"model_type": full["model_type"]}
     if "text_config" in full:
         # Of an absent text_config Mistral 3 has other defaults than of absent keys in it.
-        kind = {"gemma3": "Gemma3Text", "mistral3": "Mistral"}[full["model_type"]]
+        kinds = {"gemma3": "Gemma3Text", "mistral3": "Mistral", "qwen3_vl": "Qwen3VLText"}
+        kind = kinds[full["model_type"]]
         text = getattr(transformers, f"{kind}Config")().to_dict()
         full |= {"text_config": text}
         sparse["text_config"] = {"model_type": text["model_type"]}

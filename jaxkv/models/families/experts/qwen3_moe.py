@@ -1,10 +1,12 @@
-"""Qwen3 with experts: Qwen3 whose feed-forward is a mixture of many small experts in all or some layers."""
+"""Qwen3 with experts, and the text part of Qwen3-VL with experts: many small ones in all or some layers."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from jaxkv.config.blocks import MAX_EXPERTS, MixtureConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.errors import UnknownConfig
+from jaxkv.models.families.dense.qwen3 import VL_THETA
 from jaxkv.models.families.family import Family
 from jaxkv.models.families.llama_like import (
     LLAMA_BLOCKS,
@@ -12,11 +14,13 @@ from jaxkv.models.families.llama_like import (
     equal_windows,
     llama_rules,
     read_llama_like,
+    require,
     take_nullable_int,
     take_num_layers,
 )
 from jaxkv.models.hf_config.config_json import ConfigJson
-from jaxkv.weights.rule_parts import LAYER, gated_experts
+from jaxkv.models.hf_config.rope_json import with_theta
+from jaxkv.weights.rule_parts import LAYER, gated_experts, layer_rule
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -97,6 +101,41 @@ def take_qwen_mixture(
     )
 
 
+def vl_from_hf(raw: Mapping[str, object]) -> ModelConfig:
+    """Reads a parsed config.json whose `model_type` is "qwen3_vl_moe_text", the text part of Qwen3-VL with experts."""
+    keys = ConfigJson(with_theta(raw, VL_THETA))
+    feed_forwards = qwen_feed_forwards(keys, take_num_layers(keys), "mixture")
+    # Transformers' router always renormalises, and files repeat it.
+    require(keys, "qwen3_vl_moe_text", norm_topk_prob=True)
+    return read_llama_like(
+        keys,
+        "qwen3_vl_moe_text",
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        kv_heads=16,
+        max_positions=128000,
+        tied=True,
+        qk_norm=True,
+        pattern=tuple(("attention", feed_forward) for feed_forward in feed_forwards),
+        mixture=MixtureConfig(
+            experts=take_experts(keys, 60),
+            top_k=keys.take_int("num_experts_per_tok", 4, high=MAX_EXPERTS),
+            size=keys.take_int("moe_intermediate_size", 1408),
+            gated=True,
+        ),
+        **attention_biases(keys),
+    )
+
+
 _RULES = llama_rules(*LLAMA_BLOCKS, *gated_experts(f"{LAYER}mlp"))
 
+_experts = partial(layer_rule, block="mixture", prefix=f"{LAYER}mlp.")
+_VL_RULES = llama_rules(
+    *LLAMA_BLOCKS,
+    _experts("router", "gate.weight"),
+    # The input axis comes first.
+    _experts("experts_up", "experts.gate_up_proj", combine="swap_last"),
+    _experts("experts_down", "experts.down_proj", combine="last_axis_first"),
+)
+
 FAMILY = Family("qwen3_moe", from_hf, _RULES)
+VL_TEXT = Family("qwen3_vl_moe_text", vl_from_hf, _VL_RULES)
