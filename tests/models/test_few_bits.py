@@ -10,6 +10,7 @@ from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.config.blocks import (
     DeltaConfig,
+    GlobalAttentionConfig,
     IndexConfig,
     LatentConfig,
     Mamba1Config,
@@ -47,11 +48,15 @@ CONFIG = ModelConfig(
     delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, d_conv=4),
     short_conv=ShortConvConfig(channels=32, d_conv=3),
     transformer=TransformerConfig(adapter_rank=4),
+    global_attention=GlobalAttentionConfig(kv_heads=2, head_dim=24),
     mixture=MixtureConfig(experts=4, top_k=2, size=16, gated=True, shared_size=16),
 )
 FAMILIES = {"mosaic_gpu": None, None: None, "xla": "xla", "xla_products": "xla"}
 """Family -> the implementation of `skinny_matmul` that it asks for; `None` for the preferred one."""
-BOTH = {"attention", "eagle_attention", "gated", "delta"}
+BOTH = {
+    *("attention", "global_attention", "eagle_attention"),
+    *("gated", "dense_and_mixture", "delta"),
+}
 """Blocks whose plain weights are multiplied by `skinny_matmul` too."""
 
 
