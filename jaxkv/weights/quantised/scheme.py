@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Reader = Literal["eight_bit", "packed_rows", "awq", "gptq", "mxfp4"]
@@ -22,7 +23,7 @@ class Scheme:
         code: name in `pallas_kernels.formats.few_bits.CODES` of most weights.
         group: columns that share a scale, of most weights; `None` for one scale per row.
         block: rows and columns of a block with one scale; `None` for no blocks.
-        ignored: names of modules that are not quantised, as `names` compares them.
+        ignored: names of modules that are not quantised, as `expression_of` takes them.
         experts_alone: whether experts alone are quantised.
         zero_is_one_less: whether stored zero points are one less than the zero points (GPTQ's first version).
         symmetric: whether all zero points are said to be in the middle; a file that has others is refused.
@@ -49,25 +50,46 @@ class Scheme:
         module = weight.removesuffix(".weight")
         if self.experts_alone and ".experts." not in weight:
             return True
-        return any(names(pattern, module) for pattern in self.ignored)
+        plain, expressions = self._ignored
+        parts = module.split(".")
+        # Lists may have hundreds of names, and models tens of thousands of modules.
+        around = (
+            ".".join(parts[first:last])
+            for first in range(len(parts))
+            for last in range(first + 1, len(parts) + 1)
+        )
+        return any(name in plain for name in around) or any(
+            expression.match(module) for expression in expressions
+        )
+
+    @cached_property
+    def _ignored(self) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+        """The entries of `ignored` that are names, and the others as expressions."""
+        plain = frozenset(entry for entry in self.ignored if not _has_form(entry))
+        others = (expression_of(entry) for entry in self.ignored if entry not in plain)
+        return plain, tuple(one for one in others if one is not None)
 
 
-def names(pattern: str, module: str) -> bool:
-    """Whether an entry of an `ignore` list means a module.
+def _has_form(entry: str) -> bool:
+    return entry.startswith("re:") or "*" in entry
+
+
+def expression_of(entry: str) -> re.Pattern[str] | None:
+    """Returns what matches the modules that an entry of an `ignore` list means; `None` if it means nothing.
 
     An entry is a module's name, the name of a module around it, or a regular expression after "re:". Expressions come
     from an untrusted file, so one that could take long to match means nothing.
     """
-    if pattern.startswith("re:"):
-        expression = pattern.removeprefix("re:")
+    if entry.startswith("re:"):
+        expression = entry.removeprefix("re:")
         slow = len(_REPEAT.findall(expression)) > _MOST_REPEATS
         if slow or _REPEATED_GROUP.search(expression) or len(expression) > 200:
-            return False
+            return None
         try:
-            return re.match(expression, module) is not None
+            return re.compile(expression)
         except re.error:
-            return False
-    pieces = [re.escape(piece) for piece in pattern.split("*")]
+            return None
+    pieces = [re.escape(piece) for piece in entry.split("*")]
     if len(pieces) > _MOST_REPEATS:
-        return False
-    return re.fullmatch(rf"(.*\.)?{'.*'.join(pieces)}(\..*)?", module) is not None
+        return None
+    return re.compile(rf"(.*\.)?{'.*'.join(pieces)}(\..*)?\Z")

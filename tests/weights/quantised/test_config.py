@@ -1,6 +1,7 @@
 """What a config says of the format of weights is understood, or refused by the name that the file gives."""
 
 import json
+import re
 
 import pytest
 
@@ -8,7 +9,7 @@ from jaxkv import default_model
 from jaxkv.errors import UnknownConfig
 from jaxkv.models.registry import load_config
 from jaxkv.weights.quantised.config import read_quantised
-from jaxkv.weights.quantised.scheme import names
+from jaxkv.weights.quantised.scheme import Scheme
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | {
     "weight_block_size": [128, 128]
@@ -227,6 +228,9 @@ def test_a_file_beside_the_config_names_a_format_too(tmp_path, name, said, told)
         ("lm_head", "model.lm_head", True),
         ("mlp.gate", "model.layers.0.mlp.gate_proj", False),
         ("model.layers.0.mlp", "model.layers.0.mlp.down_proj", True),
+        ("layers.0", "model.layers.0.mlp", True),
+        ("layers.0", "model.layers.00.mlp", False),
+        ("model.layers.0.mlp.down_proj", "model.layers.0.mlp", False),
         ("model.layers.*.self_attn", "model.layers.3.self_attn.q_proj", True),
         ("re:.*mlp.gate$", "model.layers.0.mlp.gate", True),
         ("re:.*mlp.gate$", "model.layers.0.mlp.gate_proj", False),
@@ -237,4 +241,20 @@ def test_a_file_beside_the_config_names_a_format_too(tmp_path, name, said, told)
     ],
 )
 def test_an_entry_of_an_ignore_list_means_modules_as_its_library_says(pattern, module, is_meant):
-    assert names(pattern, module) is is_meant
+    assert ignoring(pattern).ignores(f"{module}.weight") is is_meant
+
+
+def ignoring(*entries):
+    return Scheme("any", ("eight_bit",), "int8", ignored=entries)
+
+
+def test_a_long_ignore_list_is_compiled_once(monkeypatch):
+    """That of GLM-5 in fp8 has 720 names, and its model 60,000 modules; `re` keeps 512 expressions."""
+    compiled, compile_one = [], re.compile
+    monkeypatch.setattr(re, "compile", lambda form: compiled.append(form) or compile_one(form))
+    names = [f"model.layers.{layer}.mlp" for layer in range(600)]
+    scheme = ignoring(*names, *(f"model.layers.{layer}.self_attn.*" for layer in range(600)))
+    found = [scheme.ignores(f"model.layers.{layer}.mlp.up.weight") for layer in range(590, 610)]
+    assert found == [True] * 10 + [False] * 10
+    assert scheme.ignores("model.layers.7.self_attn.q_proj.weight")
+    assert len(compiled) == 600
