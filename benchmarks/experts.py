@@ -105,7 +105,7 @@ def measure(name: str, tokens: int, effort: Effort) -> dict[str, Any]:
     read = num_bytes * asked / mixture.experts
     row = {"layer": name, "tokens": tokens, "experts_asked": asked}
     run = partial(mixture_of_experts, mixture=mixture, activation="silu")
-    ours = grouped_for(params, tokens, mixture=mixture, implementation="mosaic_gpu")
+    ours = grouped_for(params, inputs[0], mixture=mixture, implementation="mosaic_gpu")
     few = "gathered" if tokens * mixture.top_k <= mixture.experts else "plain"
     row["way"] = few if ours is None else "grouped"
     results = {}

@@ -141,13 +141,14 @@ def time_steps(
     """Times the per-step form, for which the host packs and sends the metadata of every step."""
     total = max(request.tokens_held for request in requests)
     sizes = {"max_tokens": sequence_runner.length_buckets[-1], "max_rows": setting.batch}
+    runner = sequence_runner.runner
     shapes = StepShapes(
-        sequence_runner.runner.layout,
+        runner.layout,
         max_tokens=sizes["max_tokens"],
         max_rows=sizes["max_rows"],
         token_budget=clamp_token_budget(setting.batch * setting.context, **sizes),
         whole_prompts=True,
-        grain=grain_of(sequence_runner.runner.implementation.name),
+        grain=grain_of(runner.layout, runner.implementation.name),
     )
     prefill = shapes.declare(rows, total_tokens=total)
     one = [replace(row, tokens=(0,), carry=True) for row in rows]

@@ -149,7 +149,7 @@ def drafter_of(
         max_rows=smaller.max_rows,
         token_budget=max(smaller.max_rows, min(_TOKEN_BUDGET, smaller.max_rows * longest)),
         whole_prompts=False,
-        grain=grain_of(runner.implementation.name),
+        grain=grain_of(runner.layout, runner.implementation.name),
     )
     return DraftModel(smaller, verifier, engine.speculation.tokens, shapes)
 

@@ -429,7 +429,7 @@ def _programs(
         token_budget=clamp_token_budget(engine.token_budget, **sizes),
         whole_prompts=model.whole_prompts,
         pinned=engine.pinned_shapes,
-        grain=grain_of(model.implementation),
+        grain=grain_of(layout, model.implementation),
         checkpoints=_keeps_states(layout, model, cache, engine),
         lora=False,
         drafts=0 if engine.speculation is None else engine.speculation.tokens,

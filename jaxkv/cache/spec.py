@@ -304,6 +304,15 @@ class CacheLayout:
         return None
 
     @property
+    def has_wide_heads(self) -> bool:
+        """Whether a group's keys are wider than kernels take, so that XLA attends in its layers."""
+        return any(
+            array.role == "key" and array.shape[-1] > WIDEST_HEAD
+            for group in self.paged_groups
+            for array in group.spec.arrays
+        )
+
+    @property
     def in_place_groups(self) -> tuple[Group, ...]:
         """Groups whose states a step updates in place; the sampling group is one."""
         return tuple(group for group in self.groups if group.in_place)

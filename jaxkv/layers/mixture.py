@@ -91,7 +91,7 @@ def mixture_of_experts(
 
 def grouped_for(
     params: Mapping[str, Any],
-    tokens: int,
+    x: Float[Array, "tokens hidden_size"] | jax.ShapeDtypeStruct,
     *,
     mixture: MixtureConfig,
     implementation: str | None,
@@ -101,17 +101,19 @@ def grouped_for(
     The result is our kernel if the family is ours and the kernel supports these sizes; if it does not, a fallback is
     recorded. The result is `None` for a few tokens, for which `gathered_matmul` is faster, unless the order of sums is
     fixed.
+
+    Args:
+        params: "experts_up" and "experts_down" of `mixture_of_experts`, or their shapes.
+        x: its hidden states, or their shape and dtype.
+        mixture: sizes and routing of the experts.
+        implementation: a family of implementations; `None` for XLA.
     """
     if implementation != _KERNEL:
         return None
     experts = params["experts_up"], params["experts_down"]
+    tokens = x.shape[0]
     rows = tokens * mixture.top_k
-    # Experts in few bits take rows of the dtype of plain weights.
-    plain = [params["router"] if isinstance(weight, FewBits) else weight for weight in experts]
-    inputs = [
-        jax.ShapeDtypeStruct((rows, weight.shape[2]), one.dtype)
-        for weight, one in zip(experts, plain, strict=True)
-    ]
+    inputs = [jax.ShapeDtypeStruct((rows, weight.shape[2]), x.dtype) for weight in experts]
     may_gather = rows <= mixture.experts and not is_fixed()
     if may_gather and _reads_apart_are_few(tokens, mixture, experts):
         chosen = jax.ShapeDtypeStruct((tokens, mixture.top_k), jnp.int32)
@@ -119,13 +121,13 @@ def grouped_for(
         tokens_in, sums_in = inputs
         tokens_in = jax.ShapeDtypeStruct((tokens, tokens_in.shape[1]), tokens_in.dtype)
         refusals = [
-            why_not_gathered(weight, x, chosen, group_axis=axis)
-            for axis, (weight, x) in enumerate(zip(experts, (tokens_in, sums_in), strict=True))
+            why_not_gathered(weight, taken, chosen, group_axis=axis)
+            for axis, (weight, taken) in enumerate(zip(experts, (tokens_in, sums_in), strict=True))
         ]
         if not any(refusals):
             return None
-    for axis, (weight, x) in enumerate(zip(experts, inputs, strict=True)):
-        refusal = why_not_grouped(weight, x, group_axis=axis)
+    for axis, (weight, taken) in enumerate(zip(experts, inputs, strict=True)):
+        refusal = why_not_grouped(weight, taken, group_axis=axis)
         if refusal is not None:
             otherwise = "gathered_matmul" if may_gather else "plain products"
             note_fallback("grouped_matmul", _KERNEL, refusal, otherwise)
@@ -157,7 +159,8 @@ def route(
 
     The arguments are those of `mixture_of_experts`, and the implementation of `row_topk`; `None` for the best.
     """
-    logits = project(params["router"], x, result=jnp.float32)
+    rows = x.astype(jnp.float32) if mixture.wide_router else x
+    logits = project(params["router"], rows, result=jnp.float32)
     if "router_bias" in params:
         logits = logits + params["router_bias"].astype(jnp.float32)[None]
     choose = partial(

@@ -71,7 +71,7 @@ def _mixture_leaves(config: ModelConfig) -> dict[str, Leaf]:
     # Each device has a part of every expert, so all of them choose and run the same ones.
     rows = Split(1, (inner,) * (1 + mixture.gated))
     leaves = {
-        "router": Leaf((mixture.experts, hidden)),
+        "router": Leaf((mixture.experts, hidden), dtype="float32" if mixture.wide_router else None),
         "experts_up": Leaf(
             (mixture.experts, (1 + mixture.gated) * mixture.size, width),
             is_experts=True,
@@ -110,7 +110,7 @@ def _experts(
     inputs: BlockInputs, x: Float[Array, "tokens hidden_size"], routing: _Routing
 ) -> Float[Array, "tokens hidden_size"]:
     mixture, params = required(inputs.config.mixture), inputs.params
-    grouped = grouped_for(params, len(x), mixture=mixture, implementation=inputs.implementation)
+    grouped = grouped_for(params, x, mixture=mixture, implementation=inputs.implementation)
     return mixture_of_experts(
         params,
         x,
@@ -180,7 +180,8 @@ def _run_dense_and_mixture(inputs: BlockInputs) -> BlockOutput:
     routing = chosen, weights * params["expert_scales"][chosen]
     experts = _experts(inputs, norm(params["experts_norm"], stream), routing)
     if shards is not None:
-        dense, experts = shards.summed(dense), shards.summed(experts)
+        both = shards.summed(jnp.concatenate((dense, experts), axis=1))
+        dense, experts = jnp.split(both, 2, axis=1)
     total = norm(params["dense_post_norm"], dense) + norm(params["experts_post_norm"], experts)
     return {}, total if shards is None else shards.of_first(total)
 

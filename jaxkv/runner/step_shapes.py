@@ -50,7 +50,7 @@ class Grain:
 
 
 FINE = Grain(fewest_tokens=16, whole_up_to=LOOSE_TOKENS, shortest_table=512, table_factor=4)
-"""For XLA, which computes padding and gathers all pages of a page table."""
+"""For XLA, which computes padding and gathers all pages of a page table, in all layers or in those with wide heads."""
 
 COARSE = Grain(fewest_tokens=64, whole_up_to=256, shortest_table=2048, table_factor=8)
 """For kernels that skip padding, on a GPU where a step of 64 tokens takes little longer than one of a single token.
@@ -59,9 +59,9 @@ Reading the weights dominates both, so a second step for the rest of a short pro
 """
 
 
-def grain_of(implementation: str) -> Grain:
-    """Returns the grain for an implementation of the model's ops."""
-    return FINE if implementation == "xla" else COARSE
+def grain_of(layout: CacheLayout, implementation: str) -> Grain:
+    """Returns the grain for an implementation of the model's ops on a cache of this layout."""
+    return FINE if implementation == "xla" or layout.has_wide_heads else COARSE
 
 
 def may_share_keys(layout: CacheLayout, implementation: str, *, batch_invariant: bool) -> bool:

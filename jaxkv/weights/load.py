@@ -315,11 +315,11 @@ def _of_stored(recipe: Recipe, tensors: Mapping[str, Tensor], shape: tuple[int, 
     """Returns the recipe for the form and the orientation in which the sources of a leaf of `shape` are stored."""
     if recipe.fused in tensors and recipe.sources[0] not in tensors:
         recipe = recipe.of_fused_source()
-    exchanged = recipe.of_transposed_source()
-    if exchanged is not None and recipe.sources[0] in tensors:
-        # Published experts of Qwen3-VL have their input first, and those that Transformers saves again have it last.
-        stored = (tensors[recipe.sources[0]].shape,)
-        if stored == exchanged.source_shapes(shape) != recipe.source_shapes(shape):
+    exchanged, first = recipe.of_exchanged_source(), tensors.get(recipe.sources[0])
+    if exchanged is not None and first is not None:
+        shapes = recipe.source_shapes(shape), exchanged.source_shapes(shape)
+        # With both axes of one size, Transformers leaves them as they are.
+        if (first.shape,) != shapes[0] and (first.shape,) == shapes[1]:
             return exchanged
     transposed = next(
         (name for name in recipe.sources if name in tensors and tensors[name].transposed), None

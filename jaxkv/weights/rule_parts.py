@@ -27,6 +27,7 @@ class RuleOptions(TypedDict, total=False):
     regroup: Regroup | None
     offset: float
     fused: str
+    either_last: bool
     interleaved: int
 
 
@@ -341,6 +342,7 @@ def gated_experts(
     router: str = "gate.weight",
     correction: str = "gate.e_score_correction_bias",
     correction_combine: Combine = "copy",
+    fused_correction: str = "",
     block: str = "mixture",
 ) -> tuple[Rule, ...]:
     """Returns the rules of a router and of gated experts, one tensor per expert and projection, or all experts in one.
@@ -352,6 +354,7 @@ def gated_experts(
         router: end of the router's name.
         correction: end of the name of the router's correction.
         correction_combine: how the correction is stored, see `Rule`.
+        fused_correction: its other name, where Transformers has one for it.
         block: name of the block that has them.
     """
     rule = partial(layer_rule, block=block, prefix=f"{prefix}.")
@@ -364,6 +367,7 @@ def gated_experts(
             correction,
             combine=correction_combine,
             when=("mixture.correction", True),
+            fused=fused_correction,
         ),
         rule(
             "experts_up",

@@ -28,12 +28,15 @@ Combine = Literal[
 _OF_TRANSPOSED: Mapping[Combine, Combine] = {
     "deinterleave_transpose": "deinterleave_rows",
     "last_axis_first": "transpose",
-    "swap_last": "copy",
 }
 """Operation -> the operation with the same result for a source whose last two axes are exchanged."""
 
+_OF_EXCHANGED: Mapping[Combine, Combine] = {"copy": "swap_last", "transpose": "last_axis_first"}
+"""Operation -> the same for a source of three axes whose last two are exchanged, of rules with `either_last`."""
+
 _OF_FUSED: Mapping[Combine, Combine] = {
     "copy": "copy",
+    "only_row": "only_row",
     "transpose": "transpose",
     "stack": "copy",
     "stack_transpose": "transpose",
@@ -115,6 +118,7 @@ class Rule:
         offset: number that is added to every element.
         fused: name of one tensor that a checkpoint may hold instead of the sources: Transformers 5 has all experts of a
             layer in one tensor, and saves it so on request. Empty for none.
+        either_last: whether the last two of three axes of the source may be exchanged, which its shape tells.
         interleaved: "concat" only: number of first sources whose rows are heads with interleaved rotary pairs (see
             `HeadPairs`).
     """
@@ -129,6 +133,7 @@ class Rule:
     regroup: Regroup | None = None
     offset: float = 0.0
     fused: str = ""
+    either_last: bool = False
     interleaved: int = 0
 
     def applies(self, config: ModelConfig) -> bool:
@@ -209,6 +214,13 @@ class Recipe:
     offset: float = 0.0
     fused: str = ""
     pairs: HeadPairs | None = None
+    either_last: bool = False
+
+    def of_exchanged_source(self) -> "Recipe | None":
+        """Returns the recipe with the same result for the other order of the last two axes; `None` if it has one."""
+        if not self.either_last:
+            return None
+        return replace(self, combine=_OF_EXCHANGED[self.combine], either_last=False)
 
     def of_fused_source(self) -> "Recipe":
         """Returns the recipe with the same result for the tensor `fused`, which must have a name."""
@@ -272,7 +284,15 @@ def expand(rules: RuleSet, config: ModelConfig) -> dict[str, Recipe]:
             sources = _sources(rule, config, layer)
             fused, pairs = rule.fused.format(layer=layer), _pairs(rule, config, rows)
             recipes[target] = Recipe(
-                target, sources, rule.combine, rows, regroup, rule.offset, fused, pairs
+                target,
+                sources,
+                rule.combine,
+                rows,
+                regroup,
+                rule.offset,
+                fused,
+                pairs,
+                rule.either_last,
             )
     return recipes
 

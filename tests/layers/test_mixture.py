@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.config.blocks import MixtureConfig
-from jaxkv.layers.mixture import choose_experts, mixture_of_experts
+from jaxkv.layers.mixture import choose_experts, mixture_of_experts, route
 from jaxkv.layers.norm import gated_group_norm
 from tests.layers.jaxprs import equations
 
@@ -160,6 +160,17 @@ def test_narrow_experts_answer_in_their_own_dtype(tokens):
     wanted = by_hand(narrow, np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32), mixture)
     assert got.dtype == jnp.bfloat16
     assert np.max(np.abs(np.asarray(got, np.float64) - wanted)) < 0.03 * np.max(np.abs(wanted))
+
+
+def test_a_wide_router_chooses_by_float32_weights_in_a_narrow_model():
+    mixture = replace(CASES["granite"], wide_router=True)
+    params, x = drawn(mixture)
+    narrow = jnp.asarray(x, jnp.bfloat16)
+    logits = np.asarray(narrow, np.float64) @ np.asarray(params["router"], np.float64).T
+    chosen, weights = route({"router": jnp.asarray(params["router"])}, narrow, mixture=mixture)
+    wanted, shares = choose_experts(jnp.asarray(logits, jnp.float32), None, mixture=mixture)
+    np.testing.assert_array_equal(chosen, wanted)
+    np.testing.assert_allclose(weights, shares, rtol=1e-5)
 
 
 @pytest.mark.parametrize("gate_first", [True, False])

@@ -118,8 +118,8 @@ def test_models_on_our_kernels_take_it_and_others_do_not(monkeypatch):
         params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
         if code is not None:
             params = {name: rounded(weight.shape, code) for name, weight in params.items()}
-        params["router"] = jax.ShapeDtypeStruct((6, width), dtype)
-        return grouped_for(params, tokens, mixture=mixture, implementation=implementation)
+        x = jax.ShapeDtypeStruct((tokens, width), dtype)
+        return grouped_for(params, x, mixture=mixture, implementation=implementation)
 
     before = sum(fallbacks().values())
     assert chosen("mosaic_gpu") == "mosaic_gpu"

@@ -24,9 +24,10 @@ from jaxkv.runner.step_shapes import COARSE, FINE, StepShapes, grain_of, may_sha
 from jaxkv.sampling.features import Features
 from tests.example_counts import examples
 
+SPEC = gqa(1, 8, dtype="float32", page_size=16)
 LAYOUT = group_layers(
     (
-        LayerSpec(0, gqa(1, 8, dtype="float32", page_size=16)),
+        LayerSpec(0, SPEC),
         LayerSpec(1, sampling(50, penalties=True, bias_entries=4)),
     )
 )
@@ -127,8 +128,12 @@ def test_short_prompts_that_are_alone_are_not_cut_for_kernels(tokens):
 
 
 def test_kernels_that_skip_padding_get_fewer_programs():
-    assert grain_of("xla") == FINE
-    assert grain_of("mosaic_gpu") == grain_of("cudnn") == COARSE
+    assert grain_of(LAYOUT, "xla") == FINE
+    assert grain_of(LAYOUT, "mosaic_gpu") == grain_of(LAYOUT, "cudnn") == COARSE
+    # XLA attends where heads are wider than the kernels take; the widest that they do take have 256 components.
+    for width, grain in ((256, COARSE), (512, FINE)):
+        wide = LayerSpec(1, gqa(1, width, dtype="bfloat16", page_size=16))
+        assert grain_of(group_layers((LayerSpec(0, SPEC), wide)), "mosaic_gpu") == grain
     limits = {"max_tokens": 2048, "max_rows": 256}
     fine, coarse = (len(shapes(grain=g, **limits).declare_all(Features())) for g in (FINE, COARSE))
     assert coarse <= 30 < fine

@@ -13,7 +13,9 @@ cases = pytest.importorskip("tests.models.families.cases")
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "granite-moe", "glm4-moe"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen3-moe", "granite-moe", "glm4-moe", "minimax-m2", "ernie4.5-moe"]
+)
 def test_fused_experts_give_the_parameters_of_single_ones(name, tmp_path):
     theirs = cases.CASES[name].build()
     read = []

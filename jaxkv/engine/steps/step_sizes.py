@@ -46,7 +46,7 @@ def open_step_sizes(
         token_budget=clamp_token_budget(config.token_budget, **most),
         whole_prompts=whole,
         pinned=config.pinned_shapes,
-        grain=grain_of(runner.implementation.name),
+        grain=grain_of(runner.layout, runner.implementation.name),
         checkpoints=checkpoints,
         lora=runner.adapters is not None,
         drafts=0 if config.speculation is None else config.speculation.tokens,

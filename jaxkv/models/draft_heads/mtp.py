@@ -79,6 +79,7 @@ def mtp_rules(verifier: ModelConfig) -> RuleSet:
             rf"(?!{re.escape(names.prefix)}).*",
             *(re.escape(names.prefix) + pattern for pattern in names.ignored),
         ),
+        prefixes=family.rules.prefixes,
     )
 
 

@@ -9,6 +9,7 @@ Given text alone, the whole model computes the same as its text part. config.jso
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxkv.config.model import ModelConfig
@@ -33,6 +34,8 @@ class Multimodal(NamedTuple):
         sizes: Transformers' defaults of sizes that `text_config` may leave out.
         ignored: keys of the other parts, separated by blanks.
         caps_logits: whether the whole model has the soft cap of its text part's logits.
+        unties: whether Transformers unties embeddings and output head if the whole model's config does not say.
+        other_sizes: model_type of a text -> `sizes` that it has instead.
     """
 
     model_type: str
@@ -41,6 +44,8 @@ class Multimodal(NamedTuple):
     sizes: Mapping[str, int]
     ignored: str
     caps_logits: bool = False
+    unties: bool = False
+    other_sizes: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 _KINDS = (
@@ -85,6 +90,10 @@ _KINDS = (
         },
         "image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size "
         "vision_feature_layer",
+        other_sizes={
+            "ministral3": {"vocab_size": 131072, "num_hidden_layers": 34},
+            "mistral4": {"vocab_size": 131072, "intermediate_size": 12288, "num_hidden_layers": 36},
+        },
     ),
     Multimodal(
         "qwen3_vl",
@@ -98,6 +107,7 @@ _KINDS = (
             "num_attention_heads": 32,
         },
         "",
+        unties=True,
     ),
     Multimodal(
         "qwen3_vl_moe",
@@ -111,6 +121,7 @@ _KINDS = (
             "num_attention_heads": 16,
         },
         "",
+        unties=True,
     ),
     Multimodal(
         "qwen3_5",
@@ -124,6 +135,7 @@ _KINDS = (
             "num_attention_heads": 16,
         },
         "",
+        unties=True,
     ),
     Multimodal(
         "qwen3_5_moe",
@@ -136,6 +148,7 @@ _KINDS = (
             "num_attention_heads": 16,
         },
         "",
+        unties=True,
     ),
     Multimodal(
         "kimi_k25",
@@ -181,12 +194,15 @@ def from_hf(kind: Multimodal, raw: Mapping[str, object]) -> ModelConfig:
             "config.json: text_config sets final_logit_softcapping, which Transformers applies to a model of text "
             "alone and not to a multimodal one; set it to null if the model was trained without it"
         )
-    merged = {**kind.sizes, **text, **_of_whole_model(keys, text)}
+    sizes = {**kind.sizes, **kind.other_sizes.get(family.model_type, {})}
+    merged = {**sizes, **text, **_of_whole_model(keys, text, kind)}
     keys.finish()
     return replace(family.read(merged), family=kind.model_type)
 
 
-def _of_whole_model(keys: ConfigJson, text: Mapping[str, object]) -> dict[str, object]:
+def _of_whole_model(
+    keys: ConfigJson, text: Mapping[str, object], kind: Multimodal
+) -> dict[str, object]:
     """Returns the keys of the text part that the whole model's config sets; they take precedence over `text_config`."""
     names = ("eos_token_id", "bos_token_id", "quantization_config")
     found = {name: value for name in names if (value := keys.take(name, None)) is not None}
@@ -194,7 +210,7 @@ def _of_whole_model(keys: ConfigJson, text: Mapping[str, object]) -> dict[str, o
     if any(dtypes.values()):
         found |= dtypes
     # Transformers 5 writes its default, true, for models whose text part has an output head of its own.
-    tied = keys.take("tie_word_embeddings", None)
+    tied = keys.take("tie_word_embeddings", False if kind.unties else None)
     if tied is not None:
         found["tie_word_embeddings"] = tied and text.get("tie_word_embeddings", tied)
     return found

@@ -272,7 +272,7 @@ SPECIAL: Mapping[str, str] = {
         "chooses dual chunk attention, which jaxkv does not have; Transformers ignores it, vLLM applies it. The result "
         "is the same for sequences up to its chunk_size: delete the key from the file to run those"
     ),
-    "per_layer_config": "gives layers sizes of their own, which jaxkv does not have",
+    "per_layer_config": "gives layers sizes of their own, which jaxkv has for Gemma 4 alone",
 }
 """Key of `CHANGES` -> a message that says more."""
 

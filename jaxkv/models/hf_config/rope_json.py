@@ -41,15 +41,18 @@ def read_rope(
     theta = _take_theta(config, keys)
     kind = keys.take_choice("rope_type", "default", _KINDS)
     options, longest = _READERS[kind](keys, max_positions)
-    if kind == "proportional":
-        share = keys.take_float("partial_rotary_factor", 1.0)
-        options["turning"] = int(share * head_dim // 2)
     original = keys.take("original_max_position_embeddings", None)
     config.lengths |= {longest} | ({original} if isinstance(original, int) else set())
-    rotary_dim = head_dim
+    rotary_dim, share = head_dim, 1.0
     if partial is not None:
         share = config.take_float("partial_rotary_factor", partial)
-        rotary_dim = int(head_dim * keys.take_float("partial_rotary_factor", share))
+    if partial is not None or kind == "proportional":
+        share = keys.take_float("partial_rotary_factor", share)
+    if kind == "proportional":
+        # Frequencies are those of a whole head.
+        options["turning"] = int(share * head_dim // 2)
+    else:
+        rotary_dim = int(head_dim * share)
     config.settle("rotary_dim", rotary_dim)
     keys.finish()
     rope = RopeConfig(theta=theta, rotary_dim=rotary_dim, kind=kind, **options)

@@ -165,6 +165,24 @@ def test_a_layer_of_a_checkpoint_in_8_bits_computes_what_its_weights_mean(tmp_pa
     assert cases.far(*logits) < TOLERANCE
 
 
+def test_the_layer_of_a_multimodal_checkpoint_is_read_by_its_names(tmp_path):
+    plain, whole = tmp_path / "plain", tmp_path / "whole"
+    mtp_cases.CASES["deepseek-v3"].save(plain)
+    whole.mkdir()
+    stored = load_file(plain / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    save_file(renamed, whole / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    config = {"model_type": "kimi_k25", "text_config": text, "tie_word_embeddings": False}
+    (whole / "config.json").write_text(json.dumps(config))
+    read = []
+    for folder in (plain, whole):
+        verifier = build_model(load_config(folder))
+        _, params = load_head(read_mtp(verifier), folder, verifier.config, dtype="float32")
+        read.append({name: params[name] for name in params if name not in ("embed", "lm_head")})
+    jax.tree.map(np.testing.assert_array_equal, *read)
+
+
 def test_several_devices_are_refused(tmp_path):
     mtp_cases.CASES["glm-4.5"].save(tmp_path)
     divided = TensorParallel(build_model(load_config(tmp_path)), tensor_mesh(1))

@@ -285,6 +285,9 @@ CASES = {
         model="Mistral3ForConditionalGeneration",
     ),
     "glm": Case("Glm", SMALL | {"head_dim": 16, "attention_bias": False}),
+    "glm-proportional": Case(
+        "Glm", SMALL | rope("proportional", partial_rotary_factor=0.5) | {"head_dim": 16}
+    ),
     "glm4": Case("Glm4", SMALL | {"head_dim": 24}),
     "olmo2": Case("Olmo2", SMALL | {"attention_bias": True}, seed=1),
     "olmo3": Case(
@@ -521,6 +524,7 @@ SLOW = (
     "gemma4-multimodal",
     "gemma-untied",
     "glm",
+    "glm-proportional",
     "glm4-moe-plain",
     "granite-moe-shared",
     "llama-biases-tied",

@@ -1,11 +1,14 @@
 """Checkpoints of multimodal models: both ways to name the text part's tensors, and tensors of the other parts."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from jaxkv.errors import BadCheckpoint
 from jaxkv.models.registry import build_model, load_config, load_params
+from tests.models.driver import Driver
 
 pytest.importorskip("torch")
 cases = pytest.importorskip("tests.models.families.cases")
@@ -88,3 +91,16 @@ def test_experts_are_read_whichever_axis_is_last(tmp_path):
     safetensors.save_file(tensors, path)
     with pytest.raises(BadCheckpoint, match=r"experts.* has shape .*, wanted"):
         _params(tmp_path)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_square_experts_are_read_as_transformers_saves_them(size, tmp_path):
+    """Where both axes of the first or the second product have one size, the shape does not tell their order."""
+    case = cases.CASES["qwen3-vl-moe"]
+    text = case.options["text_config"] | {"moe_intermediate_size": size}
+    case = replace(case, options=case.options | {"text_config": text})
+    theirs = case.build()
+    theirs.save_pretrained(tmp_path)
+    model, tokens = build_model(load_config(tmp_path)), case.prompt(20)
+    [got] = Driver(model, _params(tmp_path)).prefill([tokens])
+    assert cases.far(got, cases.logits(theirs, tokens)) < 1e-4

@@ -3,6 +3,8 @@
 Head sizes are those that the kernels support; depth and width are small.
 """
 
+from copy import deepcopy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -448,7 +450,7 @@ def test_every_family_is_here():
 def test_our_kernels_are_as_near_to_float32_as_xla(name):
     """In bfloat16 both round alike, and may choose another expert or key where two are nearly equal."""
     family, options, cache_dtype = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**options).to_dict()
+    config = getattr(transformers, f"{family}Config")(**deepcopy(options)).to_dict()
     model = build_model(read_config(config | {"torch_dtype": "bfloat16"}))
     drawn = model.init_params(jax.random.key(1), jnp.bfloat16)
     params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 and len(leaf) > 2 else leaf, drawn)
@@ -478,7 +480,7 @@ def test_no_family_computes_a_weight(name, monkeypatch):
     monkeypatch.setattr(device, "gpu_arch", lambda: device.HOPPER)
     monkeypatch.setattr(jax_versions, "OVERLAPS_LAUNCHES", True)
     family, options, cache_dtype = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**options).to_dict()
+    config = getattr(transformers, f"{family}Config")(**deepcopy(options)).to_dict()
     model = build_model(read_config(config | {"torch_dtype": "bfloat16"})).running("mosaic_gpu")
     layout = group_layers(model.cache_specs(page_size=64, dtype=cache_dtype))
     cache = init_cache(layout, {group.name: 9 for group in layout.groups})

@@ -487,6 +487,20 @@ def test_hunyuans_alpha_multiplies_the_base():
     assert config.max_positions == 32768
 
 
+def test_proportional_angles_are_those_of_a_whole_head_and_some_do_not_turn():
+    """The share stands beside the base, in the outer level, or nowhere."""
+    rope = {"rope_theta": 10000.0, "rope_type": "proportional"}
+    olmo = {key: OLMO_2[key] for key in OLMO_2 if key != "rope_theta"}
+    for file, share, turning in (
+        (GLM, {"partial_rotary_factor": 0.25}, 16),
+        (GLM, {}, 32),
+        (olmo, {"partial_rotary_factor": 0.25}, 16),
+        (olmo, {}, 64),
+    ):
+        wanted = RopeConfig(theta=1e4, rotary_dim=128, kind="proportional", turning=turning)
+        assert read_config(file | {"rope_parameters": rope | share}).rope == wanted
+
+
 def test_windows_and_full_layers_of_olmo_3_have_different_angles():
     config = read_config(OLMO_3)
     assert (config.rope.kind, config.rope.theta) == ("yarn", 500000.0)
@@ -507,11 +521,19 @@ def test_rotary_parts_of_olmo_3_without_a_base_have_the_familys():
         ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, False),
         # Transformers 5 adds its default, true, to the outer level of models with a head of their own.
         ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, False),
+        ({}, {"tie_word_embeddings": True}, True),
     ],
 )
 def test_both_levels_of_a_multimodal_file_may_say_whether_embeddings_are_tied(outer, text, tied):
     file = MISTRAL_3 | outer | {"text_config": MISTRAL_3["text_config"] | text}
     assert read_config(file).tie_embeddings == tied
+
+
+def test_the_whole_qwen_3_vl_unties_embeddings_if_it_says_nothing():
+    """As Transformers, whatever its text part says."""
+    file = {key: QWEN_3_VL[key] for key in QWEN_3_VL if key != "tie_word_embeddings"}
+    assert QWEN_3_VL["text_config"]["tie_word_embeddings"]
+    assert not read_config(file).tie_embeddings
 
 
 def comparable(config):
@@ -547,6 +569,17 @@ def test_keys_that_a_file_leaves_out_mean_what_transformers_assumes(name):
     else:
         sparse |= {key: full[key] for key in (*SIZES, "num_attention_heads")}
     assert comparable(read_config(sparse)) == comparable(read_config(full))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["Ministral3", "Mistral4"])
+def test_each_text_of_mistral_3_has_the_sizes_that_transformers_assumes(kind):
+    transformers = pytest.importorskip("transformers")
+    text = getattr(transformers, f"{kind}Config")().to_dict()
+    sizes = (*SIZES, "num_attention_heads")
+    sparse = {key: text[key] for key in text if key not in sizes}
+    full, short = (MISTRAL_3 | {"text_config": part} for part in (text, sparse))
+    assert read_config(short) == read_config(full)
 
 
 @pytest.mark.parametrize(

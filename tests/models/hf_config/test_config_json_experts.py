@@ -248,8 +248,14 @@ def test_minimax_and_ernie_correct_the_choice_of_experts():
     minimax, ernie = read_config(MINIMAX_M2), read_config(ERNIE_4_5)
     routing = {"experts": 16, "top_k": 4, "gated": True, "correction": True}
     assert minimax.mixture == MixtureConfig(**routing, size=96, scoring="sigmoid")
-    assert ernie.mixture == MixtureConfig(**routing, size=24, sum_eps=1e-12, shared_size=48)
+    assert ernie.mixture == MixtureConfig(
+        **routing, size=24, sum_eps=1e-12, shared_size=48, wide_router=True
+    )
     assert minimax.wide_qk_norm
+    # The router of ERNIE is float32 in a model of another dtype, as in Transformers.
+    for config, dtype in ((minimax, "bfloat16"), (ernie, "float32")):
+        layer = build_model(config).param_shapes("bfloat16")["layers"][-1]
+        assert (layer["router"].dtype, layer["experts_up"].dtype) == (dtype, "bfloat16")
 
 
 def test_ernie_has_experts_in_every_nth_layer_between_two():

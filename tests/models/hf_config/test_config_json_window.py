@@ -222,6 +222,8 @@ def test_keys_that_gemma_4_leaves_out_mean_what_transformers_assumes():
     needed = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     sparse = {key: full[key] for key in (*needed, "num_attention_heads")}
     assert read_config(sparse | {"hidden_size_per_layer_input": 0}) == read_config(full)
+    null = sparse | {"hidden_size_per_layer_input": 0, "rope_parameters": None}
+    assert read_config(null) == read_config(full)
     with pytest.raises(UnknownConfig, match="hidden_size_per_layer_input = 256; embeddings of"):
         read_config(sparse)
 
@@ -262,6 +264,7 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         (GEMMA_4, {"num_kv_shared_layers": 20}, "num_kv_shared_layers = 20"),
         (GEMMA_4, {"use_bidirectional_attention": "all"}, "only causal attention"),
         (GEMMA_4, {"attention_bias": True}, "attention_bias = True"),
+        (GEMMA_4, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling = "),
         (GEMMA_4, {"per_layer_config": {"5": {"head_dim": 64}}}, "per_layer_config must give"),
         (GEMMA_4, {"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config must give"),
     ],

@@ -70,6 +70,7 @@ def moe_from_hf(raw: Mapping[str, object]) -> ModelConfig:
             size=size,
             gated=True,
             correction=True,
+            wide_router=True,
             # A lower bound of the sum in Transformers; both are far below what a float32 sum of scores resolves.
             sum_eps=_LEAST_SUM,
             shared_size=size * keys.take_int("moe_num_shared_experts", 2, low=0, high=MAX_EXPERTS),
@@ -103,6 +104,7 @@ _EXPERT_RULES = (
         f"{LAYER}mlp",
         correction="moe_statics.e_score_correction_bias",
         correction_combine="only_row",
+        fused_correction=f"{LAYER}mlp.gate.moe_statics.e_score_correction_bias",
     ),
     *shared_expert(f"{LAYER}mlp.shared_experts"),
 )

@@ -38,9 +38,11 @@ _EMBEDDED = "hidden_size_per_layer_input"
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "gemma4_text"."""
-    keys = ConfigJson({"rope_parameters": _ROPES, _EMBEDDED: 256, **raw})
+    ropes = raw.get("rope_parameters") or _ROPES
+    keys = ConfigJson({_EMBEDDED: 256, **raw, "rope_parameters": ropes})
     _refuse_small_models(keys)
-    require(keys, "gemma4_text", attention_bias=False)
+    # Transformers reads rope_parameters alone.
+    require(keys, "gemma4_text", attention_bias=False, rope_scaling=None)
     if keys.take("use_bidirectional_attention", None) not in (None, "vision"):
         raise UnknownConfig(
             "config.json sets use_bidirectional_attention = "

@@ -76,6 +76,7 @@ _EXPERT_RULES = gated_experts(
     MIXTRAL_NAMES,
     fused=f"{LAYER}mlp",
     correction="e_score_correction_bias",
+    fused_correction=f"{LAYER}mlp.e_score_correction_bias",
 )
 
 FAMILY = Family("minimax_m2", from_hf, llama_rules(*LLAMA_BLOCKS, *_EXPERT_RULES))

@@ -132,9 +132,9 @@ _experts = partial(layer_rule, block="mixture", prefix=f"{LAYER}mlp.")
 _VL_RULES = llama_rules(
     *LLAMA_BLOCKS,
     _experts("router", "gate.weight"),
-    # The input axis comes first.
-    _experts("experts_up", "experts.gate_up_proj", combine="swap_last"),
-    _experts("experts_down", "experts.down_proj", combine="last_axis_first"),
+    # The input axis comes first in published files, and last in those that Transformers saves.
+    _experts("experts_up", "experts.gate_up_proj", either_last=True),
+    _experts("experts_down", "experts.down_proj", combine="transpose", either_last=True),
 )
 
 FAMILY = Family("qwen3_moe", from_hf, _RULES)
