@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 import tempfile
@@ -180,22 +181,36 @@ def pytest_collection():
 # Linux lets a process have 65530, and compiled programs take some each; one more, and XLA crashes.
 _MANY_MAPS = 45_000
 _MAPS = Path("/proc/self/maps")
+_ENDED = itertools.count(1)
+
+
+def _clear_many_programs():
+    """Clears JAX's caches if compiled programs use many memory mappings of the process; returns whether it did."""
+    many = _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS
+    if many:
+        gc.unfreeze()
+        jax.clear_caches()
+    return many
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap():
     """Leaves what lasts beyond a module, such as JAX's caches, out of later collections, which otherwise take seconds.
 
-    Clears those caches if compiled programs use many of the process's memory mappings. Otherwise a module of less than
-    a second leaves its garbage to the next one.
+    A module of less than a second leaves its garbage to the next one.
     """
     begun = time.monotonic()
     yield
-    many = _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY_MAPS
-    if time.monotonic() - begun < 1 and not many:
-        return
-    if many:
-        gc.unfreeze()
-        jax.clear_caches()
-    gc.collect()
-    gc.freeze()
+    if _clear_many_programs() or time.monotonic() - begun >= 1:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Clears many programs within a module too: those of all families on several devices are nearly too many."""
+    yield
+    # Counting takes milliseconds, and 16 tests compile far fewer than are left.
+    if next(_ENDED) % 16 == 0 and _clear_many_programs():
+        gc.collect()
+        gc.freeze()
