@@ -283,7 +283,7 @@ class MixtureConfig:
         group_votes: the score of a group is the sum of this many of its best expert scores: 1 in DeepSeek-V2, 2 in
             DeepSeek-V3.
         renormalise: the weights of the selected experts are scaled to sum to 1.
-        wide_router: the router's weight is float32 whatever the model's dtype (ERNIE 4.5).
+        wide_router: the router's weight is float32 in a model of any dtype (ERNIE 4.5).
         sum_eps: number that is added to their sum before it divides them; 1e-6 in LFM2.
         scale: factor of the weights after that.
         latent_size: width of the experts' input and output, between two projections; `None` for the hidden size.

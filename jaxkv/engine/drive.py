@@ -114,7 +114,7 @@ def serve_stream(lock: EngineLock, engine: Engine, request: Request) -> Generato
                 raise sample.error
             yield piece
             if piece.finish_reason is not None:
-                # The text is complete, whatever another thread does with the engine.
+                # The text is complete; another thread may have the engine by now.
                 with lock.held_if_free() as is_free:
                     if is_free:
                         engine.check_if_idle()

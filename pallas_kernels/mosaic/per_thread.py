@@ -308,7 +308,7 @@ class Threads(ABC):
 
     @abstractmethod
     def add(self, ref: Ref, place: Any, amount: int) -> None:  # noqa: ANN401 - a word
-        """Adds to a word in shared memory at once, whatever other threads add there."""
+        """Adds to a word in shared memory at once, also beside other threads that add there."""
 
     @abstractmethod
     def most_of_warp(self, word: Any) -> Any:  # noqa: ANN401 - a word

@@ -62,7 +62,7 @@ def alone(speculation, *, batch_invariant):
         return output.token_ids, llm.stats().speculation
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_row_with_recurrent_states_verifies_drafts(batch_invariant):
     """XLA writes one row in another way than several, and once copied the states for it."""
     wanted, _ = alone(None, batch_invariant=batch_invariant)

@@ -530,7 +530,7 @@ def test_both_levels_of_a_multimodal_file_may_say_whether_embeddings_are_tied(ou
 
 
 def test_the_whole_qwen_3_vl_unties_embeddings_if_it_says_nothing():
-    """As Transformers, whatever its text part says."""
+    """As Transformers, also if its text part ties them."""
     file = {key: QWEN_3_VL[key] for key in QWEN_3_VL if key != "tie_word_embeddings"}
     assert QWEN_3_VL["text_config"]["tie_word_embeddings"]
     assert not read_config(file).tie_embeddings

@@ -200,7 +200,7 @@ def test_gemma_4_has_keys_of_other_sizes_without_a_window():
     rope = RopeConfig(theta=1e6, rotary_dim=512, kind="proportional", turning=64)
     assert (config.rope, config.window_rope) == (rope, RopeConfig(theta=1e4, rotary_dim=256))
     assert config.mixture == MixtureConfig(experts=128, top_k=8, size=704, gated=True)
-    # The last layer sees all tokens, whatever its kind.
+    # The last layer sees all tokens, also if its kind is another.
     kinds = {"layer_types": ["sliding_attention"] * 30}
     assert read_config(GEMMA_4 | kinds).windows == (1024,) * 29 + (None,)
 

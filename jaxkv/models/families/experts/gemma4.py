@@ -103,7 +103,7 @@ def _refuse_small_models(keys: ConfigJson) -> None:
 
 
 def _windows(keys: ConfigJson) -> tuple[int | None, ...]:
-    """Returns the window of each layer; the last layer has none, whatever the file names."""
+    """Returns the window of each layer; the last layer has none, also if the file names one."""
     windows = layer_windows(keys, keys.take_int("sliding_window", 512), full_every=_FULL_EVERY)
     return (*windows[:-1], None)
 
