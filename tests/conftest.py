@@ -207,7 +207,7 @@ def small_heap():
 
 
 @pytest.fixture(autouse=True)
-def few_programs():
+def few_mappings():
     """Clears many programs within a module too: those of all families on several devices are nearly too many."""
     yield
     # Counting takes milliseconds, and 16 tests compile far fewer than are left.
