@@ -242,6 +242,12 @@ def test_minimax_rotates_as_much_as_its_own_code_does():
     assert read_config(MINIMAX_M2 | both).rope.rotary_dim == 8
     with pytest.raises(UnknownConfig, match=r"rotary_dim = 12.* rotates 8 of 16"):
         read_config(MINIMAX_M2 | both | {"rotary_dim": 12})
+    rope = {"rope_type": "proportional", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    whole = {key: MINIMAX_M2[key] for key in MINIMAX_M2 if key != "rope_theta"}
+    whole |= {"rope_parameters": rope}
+    assert read_config(whole | {"rotary_dim": 16}).rope.turning == 4
+    with pytest.raises(UnknownConfig, match="rotary_dim = 8 and rope_type = 'proportional'"):
+        read_config(whole | {"rotary_dim": 8})
 
 
 def test_minimax_and_ernie_correct_the_choice_of_experts():

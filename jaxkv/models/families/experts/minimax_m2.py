@@ -62,6 +62,11 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     )
     if rotary_dim is None:
         return config
+    if config.rope.kind == "proportional" and rotary_dim != config.head_dim:
+        raise UnknownConfig(
+            f"config.json sets rotary_dim = {rotary_dim} and rope_type = 'proportional', which rotates whole heads of "
+            f"{config.head_dim} components; keep one of them"
+        )
     # MiniMax's own code and vLLM read it, and Transformers reads `partial_rotary_factor` alone.
     if config.rope.rotary_dim not in (config.head_dim, rotary_dim):
         raise UnknownConfig(
