@@ -117,6 +117,8 @@ def rotary_write(
 ) -> Tensor:
     """Rotates queries and keys and writes keys and values, in place: `pallas_kernels.rotary_write` on tensors.
 
+    Norms of values are left to the caller.
+
     Args:
         pages: pools of keys and of values, followed by those of their scales if they have 8 bits.
         qkv: [tokens, heads + 2 * kv_heads, head_dim].

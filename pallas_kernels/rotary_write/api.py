@@ -21,6 +21,7 @@ def rotary_write(
     *,
     norm: Shaped[Array | np.ndarray, "2 head_dim"] | None = None,
     norm_eps: float = 1e-6,
+    value_norm: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Normalises (RMSNorm) and rotates (RoPE) queries and keys, and writes keys and values at their tokens' slots.
@@ -40,6 +41,7 @@ def rotary_write(
             write nothing; give padding token r the slot `num_slots + r`.
         norm: weights of the norms of queries and of keys, in qkv's dtype; `None` for no norm.
         norm_eps: epsilon that a norm adds to the mean square.
+        value_norm: whether values are normalised too, without weights.
         implementation: "mosaic_gpu", "xla", or `None` for the first that can run.
 
     Returns:
@@ -55,7 +57,7 @@ def rotary_write(
     reasons = {"mosaic_gpu": lambda: mosaic_gpu.why_not(arrays), "xla": lambda: None}
     chosen = choose("rotary_write", reasons, implementation)
     function = mosaic_gpu.rotary_write if chosen == "mosaic_gpu" else xla.rotary_write
-    return function(arrays, norm_eps=norm_eps)
+    return function(arrays, norm_eps=norm_eps, value_norm=value_norm)
 
 
 def _check(

@@ -22,6 +22,7 @@ class Case:
         head_dim: components of a head.
         half: number of rotated pairs of components.
         norm: whether queries and keys are normalised.
+        value_norm: whether values are normalised.
         quantised: 8-bit dtype of the pools; `None` for the call's dtype.
         padding_tokens: number of additional tokens that write nothing, at random positions among the others.
         ci: whether the case is small enough for the CPU tests.
@@ -38,6 +39,7 @@ class Case:
     norm: bool = False
     quantised: str | None = None
     padding_tokens: int = 0
+    value_norm: bool = False
     ci: bool = False
 
     def inputs(self, seed: int = 0, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -59,7 +61,7 @@ class Case:
             "sin": np.sin(angles).astype(np.float32),
             "slots": rng.permutation(slots),
             "norm": normal(rng, (2, self.head_dim), dtype) if self.norm else None,
-        }
+        } | ({"value_norm": True} if self.value_norm else {})
 
     def _pages(self, rng: np.random.Generator, dtype: str) -> tuple[np.ndarray, ...]:
         shape = (self.pages, self.page_size, self.kv_heads, self.head_dim)
@@ -92,6 +94,7 @@ CASES = (
     Case("width-80", 4, 2, 8, 2, 1, 80, 40, padding_tokens=1, ci=True),
     Case("width-6", 4, 2, 4, 4, 2, 6, 3, norm=True, padding_tokens=1, ci=True),
     Case("width-256", 3, 1, 16, 2, 1, 256, 128, norm=True, ci=True),
+    Case("values", 6, 3, 8, 4, 2, 64, 16, True, padding_tokens=2, value_norm=True, ci=True),
     Case("fp8", 6, 2, 8, 4, 2, 128, 64, quantised="float8_e4m3fn", padding_tokens=2, ci=True),
     Case("int8-norm", 5, 2, 8, 6, 3, 64, 16, True, "int8", padding_tokens=2, ci=True),
     Case("only-padding", 0, 2, 8, 4, 2, 64, 32, padding_tokens=5, ci=True),
@@ -101,6 +104,7 @@ CASES = (
     Case("llama-decode-64-fp8", 64, 4096, quantised="float8_e4m3fn"),
     Case("llama-decode-64-int8", 64, 4096, quantised="int8"),
     Case("qwen3-decode-64", 64, 4096, norm=True),
+    Case("gemma4-decode-1", 1, 4096, heads=16, head_dim=256, half=128, norm=True, value_norm=True),
     Case("llama-prefill-2048", 2048, 4096),
     Case("llama-prefill-8192", 8192, 4096),
     Case("llama-prefill-8192-fp8", 8192, 4096, quantised="float8_e4m3fn"),

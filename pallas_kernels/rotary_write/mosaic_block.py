@@ -133,11 +133,19 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel for one geometry and a number of blocks per token; `norm_eps` is `None` without norms."""
+    """The kernel for one geometry and a number of blocks per token.
+
+    Attributes:
+        geometry: sizes and dtypes.
+        blocks: blocks per token.
+        normalised: kinds of heads that have a norm, such as "qk".
+        norm_eps: epsilon of the norms.
+    """
 
     geometry: Geometry
     blocks: int
-    norm_eps: float | None
+    normalised: str
+    norm_eps: float
 
     def build(self, tokens: int, interpret: bool) -> Callable[..., Array]:
         """Returns the function of arrays and of the pools' refs that launches the kernel."""
@@ -155,7 +163,7 @@ class Kernel:
 
     def _body(self, *refs: Ref) -> None:
         names = ["qkv", "cos", "sin", "slots"]
-        names += [] if self.norm_eps is None else ["norm"]
+        names += ["norm"] * ("q" in self.normalised)
         names += ["k_pages", "v_pages"] + ["k_scales", "v_scales"] * self.geometry.quantised
         named = dict(zip([*names, "q"], refs, strict=True))
         block, count = lax.axis_index("block"), jnp.int32(self.blocks)
@@ -190,7 +198,7 @@ class _Block:
     """One block, which processes a token or a part of it."""
 
     def __init__(self, kernel: Kernel, refs: Mapping[str, Ref], token: Array) -> None:
-        self.geometry, self.norm_eps, self.refs = kernel.geometry, kernel.norm_eps, refs
+        self.kernel, self.geometry, self.refs = kernel, kernel.geometry, refs
         self.token = token
 
     def run(self, jobs: list[Job]) -> None:
@@ -220,17 +228,18 @@ class _Block:
             return Loaded(heads)
         per_column = layout.reduce(0)
         angles = tuple(load(refs[name].at[self.token], per_column) for name in ("cos", "sin"))
-        if self.norm_eps is None:
+        if job.kind not in self.kernel.normalised:
             return Loaded(heads, angles)
         norm = refs["norm"].at[0 if job.kind == "q" else 1]
         weights = tuple(load(norm.at[pl.ds(*part)], per_column) for part in parts)
         return Loaded(heads, angles, weights)
 
     def rotated(self, job: Job, loaded: Loaded) -> list[Array]:
-        """Returns a job's rows after norm and rotation; values are unchanged."""
+        """Returns a job's rows after norm and rotation; values have no rotation."""
         heads, layout = loaded.heads, job.piece.layout
-        if self.norm_eps is not None and loaded.norm:
-            heads = self.normalised(heads, loaded.norm, layout, self.norm_eps)
+        if job.kind in self.kernel.normalised:
+            heads = self.unit(heads, layout)
+            heads = self.weighed(heads, loaded.norm, layout) if loaded.norm else heads
         if not loaded.angles:
             return heads
         first, second = (part.astype(jnp.float32) for part in heads[:2])
@@ -238,23 +247,22 @@ class _Block:
         turned = [first * cos - second * sin, second * cos + first * sin]
         return [*(part.astype(self.geometry.dtype) for part in turned), *heads[2:]]
 
-    def normalised(
-        self,
-        heads: list[Array],
-        norm: tuple[Array, ...],
-        layout: Layout,
-        eps: float,
-    ) -> list[Array]:
-        """Divides rows by their root mean square and rounds, then multiplies by the weights and rounds."""
-        dtype = self.geometry.dtype
+    def unit(self, heads: list[Array], layout: Layout) -> list[Array]:
+        """Divides rows by their root mean square, and rounds."""
         wide = [part.astype(jnp.float32) for part in heads]
         squares = _over_rows(jnp.add, jnp.sum, [part * part for part in wide])
-        inverse = lax.rsqrt(squares / self.geometry.head_dim + eps)
+        inverse = lax.rsqrt(squares / self.geometry.head_dim + self.kernel.norm_eps)
+        return [
+            (part * broadcast(inverse, part.shape, 0, layout)).astype(self.geometry.dtype)
+            for part in wide
+        ]
+
+    def weighed(self, heads: list[Array], norm: tuple[Array, ...], layout: Layout) -> list[Array]:
+        """Multiplies rows by a norm's weights, and rounds."""
         weighed = []
-        for part, weight in zip(wide, norm, strict=True):
-            unit = (part * broadcast(inverse, part.shape, 0, layout)).astype(dtype)
+        for part, weight in zip(heads, norm, strict=True):
             weight = broadcast(weight.astype(jnp.float32), part.shape, 1, layout)
-            weighed.append((unit.astype(jnp.float32) * weight).astype(dtype))
+            weighed.append((part.astype(jnp.float32) * weight).astype(self.geometry.dtype))
         return weighed
 
     def write_queries(self, job: Job, heads: list[Array]) -> None:

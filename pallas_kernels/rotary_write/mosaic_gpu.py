@@ -24,6 +24,7 @@ def rotary_write(
     arrays: RotaryArrays,
     *,
     norm_eps: float = 1e-6,
+    value_norm: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Implements `api.rotary_write`; negative slots write nothing, too.
@@ -37,22 +38,30 @@ def rotary_write(
     check_kernel(geometry.refusal())
     if arrays.qkv.shape[0] == 0:
         return arrays.qkv[:, : geometry.heads], arrays.pages
-    return write(arrays, norm_eps=norm_eps, blocks=geometry.blocks, interpret=interpret)
+    return write(
+        arrays,
+        norm_eps=norm_eps,
+        value_norm=value_norm,
+        blocks=geometry.blocks,
+        interpret=interpret,
+    )
 
 
 # A model's layers call this with equal shapes; under its own jit the kernel is lowered once for all of them.
-@partial(jax.jit, static_argnames=("norm_eps", "blocks", "interpret"))
+@partial(jax.jit, static_argnames=("norm_eps", "value_norm", "blocks", "interpret"))
 def write(
     arrays: RotaryArrays,
     *,
     norm_eps: float,
     blocks: int,
+    value_norm: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Runs the kernel with `blocks` blocks per token."""
     pages, qkv, cos, sin, slots, norm = arrays
     refs = [jax.new_ref(pool) for pool in pages]
-    kernel = Kernel(_geometry(arrays), blocks, None if norm is None else norm_eps)
+    normalised = ("" if norm is None else "qk") + "v" * value_norm
+    kernel = Kernel(_geometry(arrays), blocks, normalised, norm_eps)
     weights = [] if norm is None else [norm]
     q = kernel.build(qkv.shape[0], interpret)(qkv, cos, sin, slots, *weights, *refs)
     return q, tuple(jax.freeze(ref) for ref in refs)

@@ -17,6 +17,7 @@ def rotary_write(
     *,
     norm: Float[Array, "2 head_dim"] | None = None,
     norm_eps: float = 1e-6,
+    value_norm: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Computes in float32; rounds to qkv's dtype after the norm, after its weight, and after the rotation."""
     kv_heads = pages[0].shape[2]
@@ -26,6 +27,9 @@ def rotary_write(
         if norm is not None:
             rows[head] = _normalised(rows[head], norm[int(head >= heads)], norm_eps)
         rows[head] = _turned(rows[head], cos, sin)
+    for head in range(heads + kv_heads, len(rows)):
+        if value_norm:
+            rows[head] = _normalised(rows[head], jnp.ones_like(rows[head][0]), norm_eps)
     q, k, v = (
         jnp.stack(part, axis=1)
         for part in (rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :])

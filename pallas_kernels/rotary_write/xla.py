@@ -14,6 +14,7 @@ def rotary_write(
     arrays: RotaryArrays,
     *,
     norm_eps: float = 1e-6,
+    value_norm: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], tuple[Shaped[Array, "pages page_size ..."], ...]]:
     """Implements `api.rotary_write`; it quantises if there are pools of scales."""
     pages, qkv, cos, sin, slots, norm = arrays
@@ -21,7 +22,8 @@ def rotary_write(
     heads = qkv.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
     if norm is not None:
-        q, k = _normalise(norm[0], q, norm_eps), _normalise(norm[1], k, norm_eps)
+        q, k = (_unit(x, norm_eps) * norm[i][None, None] for i, x in enumerate((q, k)))
+    v = _unit(v, norm_eps) if value_norm else v
     q, k = _rotate(cos, sin, q), _rotate(cos, sin, k)
     values = (k, v)
     if len(pages) == 4:
@@ -30,14 +32,13 @@ def rotary_write(
     return q, scatter_tokens(pages, values, slots)
 
 
-def _normalise(
-    weight: Float[Array, " head_dim"], x: Float[Array, "tokens heads head_dim"], eps: float
+def _unit(
+    x: Float[Array, "tokens heads head_dim"], eps: float
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Divides rows by their root mean square in float32, casts to the dtype of `x`, then multiplies by the weight."""
+    """Divides rows by their root mean square in float32, and casts to the dtype of `x`."""
     wide = x.astype(jnp.float32)
     mean_square = sum_of_last(jnp.square(wide)) / x.shape[-1]
-    unit = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-    return unit * weight[None, None]
+    return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
 
 
 def _rotate(

@@ -215,9 +215,8 @@ def _shift_slots(inputs: Mapping[str, Any], copies: int) -> tuple[dict, list[dic
     for copy in range(copies):
         moved = (slots.astype(np.int64) + copy * (num_slots // copies)) % num_slots
         own.append({"slots": jnp.asarray(np.where(slots < num_slots, moved, slots), jnp.int32)})
-    others = {name: value for name, value in inputs.items() if name != "slots"}
-    arrays = {name: jax.tree.map(jnp.asarray, value) for name, value in others.items()}
-    return {name: value for name, value in arrays.items() if _is_array(value)}, own
+    arrays = {name: value for name, value in inputs.items() if name != "slots" and _is_array(value)}
+    return jax.tree.map(jnp.asarray, arrays), own
 
 
 def _is_array(value: object) -> bool:
@@ -238,10 +237,12 @@ def _rotated_and_written(inputs: Mapping[str, Any]) -> list[np.ndarray]:
     tokens = len(inputs["slots"])
     small = tuple(jnp.zeros((tokens, 1, *pool.shape[2:]), pool.dtype) for pool in inputs["pages"])
     others = {name: value for name, value in inputs.items() if name != "pages"}
+    value_norm = others.pop("value_norm", False)
     order = jnp.arange(tokens, dtype=jnp.int32)
     # Excess precision between two roundings would give other, equally valid bits.
     rounding = {"xla_allow_excess_precision": False}
-    run = jax.jit(rotary_reference.rotary_write, compiler_options=rounding)
+    reference = partial(rotary_reference.rotary_write, value_norm=value_norm)
+    run = jax.jit(reference, compiler_options=rounding)
     queries, pools = run(small, **{**others, "slots": order})
     values = [np.asarray(pool)[:, 0] for pool in pools]
     return [np.asarray(queries), *(value[_real(inputs)] for value in values)]

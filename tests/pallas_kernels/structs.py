@@ -139,7 +139,7 @@ def _rotary_write(case, dtype):
         "sin": floats(tokens, case.half),
         "slots": ints(tokens),
         "norm": struct(dtype, 2, case.head_dim) if case.norm else None,
-    }
+    } | ({"value_norm": True} if case.value_norm else {})
 
 
 def _skinny_matmul(case, dtype):

@@ -86,6 +86,7 @@ INTERPRETED = {
     "odd-heads": 3,
     "partly-turned": 1,
     "width-80": 1,
+    "values": 2,
     "fp8": 2,
     "int8-norm": 1,
     "only-padding": 1,
@@ -93,7 +94,7 @@ INTERPRETED = {
 
 
 # Groups over two blocks, heads that no power of two divides, a part that is not turned, and pages of 8 bits.
-FAST = ("odd-heads", "partly-turned", "fp8", "int8-norm")
+FAST = ("odd-heads", "partly-turned", "values", "fp8", "int8-norm")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,13 @@ def test_interpreted_it_equals_the_oracle_without_a_race(name, blocks, races):
     inputs = ROTARY[name].inputs(4)
     padding = np.flatnonzero(~real_tokens(inputs))
     inputs["slots"][padding[:1]] = -1
-    result = rotary_kernel.write(arrays_of(inputs), norm_eps=1e-6, blocks=blocks, interpret=True)
+    result = rotary_kernel.write(
+        arrays_of(inputs),
+        norm_eps=1e-6,
+        value_norm="value_norm" in inputs,
+        blocks=blocks,
+        interpret=True,
+    )
     assert_is_oracle(result, inputs, "bfloat16")
     assert not races()
 
@@ -136,6 +143,7 @@ LOWERED = {
     "partly turned": Case("", 8, 64, half=16, norm=True),
     "phi": Case("", 8, 64, heads=32, kv_heads=32, head_dim=80, half=16),
     "head_dim 96": Case("", 8, 64, heads=15, kv_heads=5, head_dim=96, half=48, norm=True),
+    "gemma 4": Case("", 8, 64, 64, 16, 8, 256, 128, norm=True, value_norm=True),
 }
 
 
@@ -164,7 +172,7 @@ def test_it_lowers_for_cuda_without_a_gpu(case):
     }
     arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in shapes.items()}
     norm = jax.ShapeDtypeStruct((2, case.head_dim), "bfloat16") if case.norm else None
-    program = jax.jit(rotary_kernel.rotary_write)
+    program = jax.jit(partial(rotary_kernel.rotary_write, value_norm=case.value_norm))
     lowered = program.trace(RotaryArrays(tuple(pools), **arrays, norm=norm)).lower(
         lowering_platforms=("cuda",)
     )

@@ -135,7 +135,9 @@ PLANS = {
     ),
     "filter_bounds": lambda given: (bounds.why_not(given["logits"]),),
     "page_write": plan_write,
-    "rotary_write": lambda given: (by_name(rotary.why_not, RotaryArrays)(**given),),
+    "rotary_write": lambda given: (
+        by_name(rotary.why_not, RotaryArrays)(**but(given, "value_norm")),
+    ),
     "skinny_matmul": lambda given: (by_name(skinny.why_not, MatmulArrays, MatmulOptions)(**given),),
     "grouped_matmul": lambda given: (grouped.why_not(**but(given, "group_sizes")),),
     "causal_conv": plan_conv,
