@@ -321,3 +321,20 @@ def test_the_command_refuses_a_folder_that_exists_before_it_compiles(tmp_path, c
     assert told.out == ""
     assert "--output must be a new folder" in told.err
     assert compile_count() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("1:99999999", "TOKENS of --warm-up 1:99999999 must be an int in [1, 31], got 99999999;"),
+        ("1:32", "[1, 31], got 32; --max-model-len is 32, of which one token is generated"),
+        ("9999999:8", "BATCH of --warm-up 9999999:8 must be an int in [1, 1048576], got 9999999"),
+    ],
+)
+def test_the_command_names_the_warm_up_that_is_out_of_range(model, tmp_path, capsys, given, told):
+    before = compile_count()
+    command = ["compile", "--model", str(model), "-o", str(tmp_path / "bundle"), *OPTIONS]
+    with cache_settings(jax_enable_compilation_cache=True):
+        assert main([*command, "--warm-up", "1:8", "--warm-up", given]) == 2
+    assert told in capsys.readouterr().err
+    assert compile_count() == before

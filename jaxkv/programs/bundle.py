@@ -4,8 +4,9 @@ The store (`store.py`) finds a program by its trace, so even a warm start traces
 spec, which says nothing about the model, the versions or the device. So a bundle also has facts about everything that
 its programs were compiled for, and a process that differs in one of them is refused with the difference.
 
-A bundle holds `manifest.json` (facts, and the names of the programs for people), `specs.json` (spec, file with its
-hash, and structure of the results of each program) and a file of the store's format for each program.
+A bundle holds `manifest.json` (facts, the names of the programs for people, and hashes of itself and of the specs),
+`specs.json` (spec, file with its hash, and structure of the results of each program) and a file of the store's format
+for each program.
 """
 
 import hashlib
@@ -34,9 +35,10 @@ from jaxkv.programs.store import (
     StoredProgram,
     Structure,
 )
+from jaxkv.wording import shown
 
 _MANIFEST, _SPECS = "manifest.json", "specs.json"
-_FORMAT = 1
+_FORMAT = 2
 _SHOWN_DIFFERENCES, _SHOWN_CHARACTERS = 8, 120
 _ABSENT = "nothing"
 
@@ -119,6 +121,7 @@ def _fill(
         "specs_sha256": hashlib.sha256(listed).hexdigest(),
         "facts": facts,
     }
+    manifest["sha256"] = _manifest_digest(manifest)
     # Last, so that the folder of a process that was killed is no bundle.
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
@@ -144,19 +147,25 @@ class Bundle:
             raise BadBundle(f"the programs in {self.folder} are not loaded, because {reason}")
         try:
             manifest = json.loads((self.folder / _MANIFEST).read_text())
-            form, self.facts = manifest["format"], manifest["facts"]
-            self._specs_sha256 = manifest["specs_sha256"]
+            form = manifest["format"]
         except FileNotFoundError as error:
             raise BadBundle(
                 f"{self.folder} holds no bundle of programs: it has no {_MANIFEST}; make one with jaxkv compile"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadBundle(self._damaged(_MANIFEST)) from error
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BadBundle(f"{self._damaged(_MANIFEST)}: {shown(error)}") from error
         if form != _FORMAT:
             raise BadBundle(
                 f"the bundle {self.folder} has format {form}, and this jaxkv reads {_FORMAT}; make it again with "
                 f"jaxkv compile"
             )
+        # A process takes facts such as the size of its cache from here.
+        if manifest.get("sha256") != _manifest_digest(manifest):
+            raise BadBundle(
+                f"{self._damaged(_MANIFEST)}: it was edited, since its entries have another sha256 than it names"
+            )
+        self.facts: Facts = manifest["facts"]
+        self._specs_sha256: str = manifest["specs_sha256"]
 
     def refuse_unless(self, facts: Facts) -> None:
         """Raises `BadBundle` with every difference if the bundle was made for other facts.
@@ -231,11 +240,10 @@ def _why_not_trusted(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder; make one with jaxkv compile"
     try:
-        paths = [folder, *folder.iterdir()]
+        all_found = [(path, path.stat()) for path in (folder, *folder.iterdir())]
     except OSError as error:
-        return f"this user cannot read the folder ({error}); copy it, or change its owner"
-    for path in paths:
-        found = path.stat()
+        return f"this user cannot read all of the folder ({error}); copy it, or change its owner"
+    for path, found in all_found:
         if found.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user, who could run code here; copy the folder"
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -245,6 +253,12 @@ def _why_not_trusted(folder: Path) -> str | None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Returns the hash of all entries of a manifest but "sha256", which is the same once JSON has held them."""
+    entries = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 def _differences(here: Any, bundled: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401 - facts

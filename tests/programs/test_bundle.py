@@ -193,7 +193,9 @@ def test_a_folder_that_this_user_cannot_read_is_named(folder, monkeypatch):
         raise PermissionError("Permission denied")
 
     monkeypatch.setattr(type(folder), "iterdir", refused)
-    with pytest.raises(BadBundle, match=r"this user cannot read the folder .*change its owner"):
+    with pytest.raises(
+        BadBundle, match=r"this user cannot read all of the folder .*change its owner"
+    ):
         Bundle(folder)
 
 
@@ -202,13 +204,68 @@ def test_a_folder_without_a_whole_manifest_is_no_bundle(folder, tmp_path):
         Bundle(tmp_path / "none")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(BadBundle, match="has format 99, and this jaxkv reads 1"):
+    with pytest.raises(BadBundle, match="has format 99, and this jaxkv reads 2"):
         Bundle(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(BadBundle, match="damaged"):
         Bundle(folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(BadBundle, match="holds no bundle"):
+        Bundle(folder)
+
+
+MISSING = object()
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("facts", []),
+        ("facts", None),
+        ("facts", MISSING),
+        ("facts.model", ["layers"]),
+        ("facts.groups.0", None),
+        ("facts.groups.0", MISSING),
+        ("facts.device", "H100"),
+        ("specs_sha256", 5),
+        ("specs_sha256", MISSING),
+        ("sha256", {}),
+        ("sha256", MISSING),
+    ],
+)
+def test_a_manifest_with_an_edited_entry_is_refused(folder, place, value):
+    path = folder / "manifest.json"
+    inner = manifest = json.loads(path.read_text())
+    *outer, name = place.split(".")
+    for key in outer:
+        inner = inner[key]
+    inner[name] = value
+    if value is MISSING:
+        del inner[name]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BadBundle, match=r"make it again with jaxkv compile .*: it was edited"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "[1]", "5", "{}", '"format"', pytest.param("[" * 100_000, id="deep"), "\x00"],
+)
+def test_a_manifest_without_a_format_is_refused(folder, text):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(BadBundle, match=r"damaged, make it again with jaxkv compile.*Error\("):
+        Bundle(folder)
+
+
+def test_a_manifest_in_other_white_space_is_the_same(folder):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    Bundle(folder).refuse_unless(FACTS)
+
+
+def test_a_link_to_nothing_is_told(folder):
+    (folder / "more").symlink_to(folder / "nothing")
+    with pytest.raises(BadBundle, match=r"cannot read all of the folder .*more"):
         Bundle(folder)
 
 
