@@ -1438,6 +1438,13 @@ class LLM:
         requests = [
             self._request(made, params, sample, priority, grammar) for sample in range(params.n)
         ]
+        # `_request` lowers them, as a warm-up needs, whose example may be longer than any request that is served.
+        if params.min_tokens > self.max_model_len - len(made.ids):
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(made.ids)} tokens leaves room for "
+                f"{self.max_model_len - len(made.ids)}, since max_model_len is {self.max_model_len}; ask for fewer, "
+                "shorten the prompt or raise max_model_len"
+            )
         check_compiled(self.engine, requests[0])
         return requests
 

@@ -386,6 +386,18 @@ def test_the_end_of_the_context_ends_the_text(llm):
     assert output[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("most", [None, 99])
+def test_more_least_tokens_than_the_context_has_room_for_are_refused(llm, most):
+    least = SamplingParams(temperature=0.0, max_tokens=most, min_tokens=9)
+    told = (
+        "min_tokens is 9, but a prompt of 120 tokens leaves room for 8, since max_model_len is 128"
+    )
+    with pytest.raises(ValueError, match=told):
+        llm.generate([[7] * 120], least)
+    [output] = llm.generate([[7] * 120], replace(least, min_tokens=8))
+    assert len(output.token_ids) == 8
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,17 +11,19 @@ import pytest
 
 from jaxkv import LLM, default_model
 from jaxkv.bench.workload import Workload
+from jaxkv.cache.budget import checkpoint_bytes
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.engine import EngineConfig
 from jaxkv.engine.warm_up import compile_all, declare_served
 from jaxkv.models.implementation import Choice
-from jaxkv.models.registry import build_model, load_config, load_params
+from jaxkv.models.registry import build_model, load_config, load_params, read_config
 from jaxkv.plan import explain_plan, plan_cache, resolve_dtype
 from jaxkv.plan import resolve_length as checked_resolve_length
 from jaxkv.runner.program_specs import StepSpec
 from jaxkv.weights.quantised.weight_forms import weight_forms
 from pallas_kernels.dispatch import Unsupported
 from tests.jax_settings import cache_settings
+from tests.models.hf_config.test_config_json_hybrid import QWEN3_NEXT
 
 # Users have no shape checker before it, which refuses other types by itself.
 resolve_length = inspect.unwrap(checked_resolve_length)
@@ -48,6 +51,32 @@ def test_mailboxes_of_several_devices_leave_less_for_the_cache(monkeypatch):
     assert before != wanted
     monkeypatch.setattr("jaxkv.plan.mailbox_room", lambda model: 2**18)
     assert room(6_200_000) == wanted
+
+
+def host_plan(devices, host_bytes):
+    cache = CacheConfig(max_sequences=4, page_size=16, host_bytes=host_bytes)
+    return plan(None, cache, tensor_parallel_size=devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_host_tier_has_room_for_a_page_on_each_device(devices):
+    for given in (1, 24_575):
+        told = rf"host_bytes must be at least 24,576, since .* takes {24_576 // devices:,} bytes"
+        with pytest.raises(ValueError, match=rf"{told}.* got {given:,}; raise it, or set 0"):
+            host_plan(devices, given)
+    assert "at most 16 tokens" in host_plan(devices, 24_576)
+    assert "host:" not in host_plan(devices, 0)
+
+
+def test_a_host_tier_has_room_for_a_checkpoint():
+    config = read_config(QWEN3_NEXT)
+    room = {"dtype": "float32", "max_model_len": 64, "free_bytes": None}
+    layout, _ = plan_cache(build_model(config), CACHE, **room)
+    each = checkpoint_bytes(layout)
+    assert each > max(group.bytes_per_unit for group in layout.paged_groups)
+    plan_cache(build_model(config), replace(CACHE, host_bytes=each), **room)
+    with pytest.raises(ValueError, match=f"host_bytes must be at least {each:,}, since a page or"):
+        plan_cache(build_model(config), replace(CACHE, host_bytes=each - 1), **room)
 
 
 def test_a_cache_without_room_for_a_sequence_tells_what_its_states_leave():

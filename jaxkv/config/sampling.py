@@ -22,6 +22,9 @@ MAX_BAD_WORDS = 256
 MAX_STRING_CHARACTERS = 256
 MAX_BIAS_ENTRIES = 1024
 
+SMALLEST_TEMPERATURE = 2.0**-126
+"""The smallest normal float32. The device may flush smaller temperatures to zero, so they count as zero."""
+
 LOGPROBS_MODES = ("raw", "temperature", "truncated")
 """The distributions whose log-probabilities can be reported; the device reads the index."""
 
@@ -81,7 +84,8 @@ class SamplingParams:
     unless `logprobs_mode` names another distribution.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token (greedy, ties to the lowest id).
+        temperature: divides the logits; 0, like all below 2**-126, takes the most likely token (greedy, ties to the
+            lowest id).
         top_k: keep the k most likely tokens; 0 and -1 keep all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this; 1.0 keeps all.
         min_p: keep tokens with at least this fraction of the most likely token's probability; 0.0 keeps all.
@@ -98,7 +102,7 @@ class SamplingParams:
             a random seed.
         n: number of samples of the same prompt.
         max_tokens: most tokens to generate; `None` for as many as the context has room for.
-        min_tokens: stop ids cannot be sampled before this many tokens.
+        min_tokens: stop ids cannot be sampled before this many tokens, for which the context must have room.
         stop_token_ids: up to 64 ids that end the request, besides the model's own end ids.
         stop: up to 64 strings that end the request; the text ends before the string. Checked from `min_tokens` tokens
             on.
@@ -161,7 +165,10 @@ class SamplingParams:
         check_fields(self, as_int, 1, 1024, "n")
         if self.max_tokens is not None:
             check_fields(self, as_int, 1, INT32_MAX, "max_tokens")
-        check_fields(self, as_int, 0, self.max_tokens or INT32_MAX, "min_tokens")
+        most, why = INT32_MAX, ""
+        if self.max_tokens is not None:
+            most, why = self.max_tokens, f"max_tokens is {self.max_tokens}"
+        object.__setattr__(self, "min_tokens", as_int("min_tokens", self.min_tokens, 0, most, why))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_fields(self, as_int, 0, MAX_LOGPROBS, name)
@@ -169,10 +176,10 @@ class SamplingParams:
             raise ValueError(
                 f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {shown(self.logprobs_mode)}"
             )
-        if self.logprobs_mode != "raw" and self.temperature == 0:
+        if self.logprobs_mode != "raw" and self.temperature < SMALLEST_TEMPERATURE:
             raise ValueError(
-                f"logprobs_mode is {self.logprobs_mode!r}, but a greedy request draws from no distribution; give a "
-                "temperature above 0, or logprobs_mode='raw'"
+                f"logprobs_mode is {self.logprobs_mode!r}, but a greedy request draws from no distribution, and "
+                f"temperature {self.temperature} is greedy; give one of at least 2**-126, or logprobs_mode='raw'"
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):

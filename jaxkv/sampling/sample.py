@@ -8,12 +8,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxkv._pytree import pytree
-from jaxkv.config.sampling import LOGPROBS_MODES
+from jaxkv.config.sampling import LOGPROBS_MODES, SMALLEST_TEMPERATURE
 from jaxkv.sampling.batch import SamplingBatch
 from jaxkv.sampling.vocab import ALL_IDS, Vocab
-
-# The device may flush smaller temperatures to zero, so they count as zero.
-_SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 
 
 @pytree
@@ -213,7 +210,7 @@ def _rows(logits: Float32[Array, "rows vocab"]) -> Int[Array, "rows 1"]:
 
 
 def _is_drawn(sampling: SamplingBatch) -> Bool[Array, "rows 1"]:
-    return sampling["temperature"][:, None] >= _SMALLEST_TEMPERATURE
+    return sampling["temperature"][:, None] >= SMALLEST_TEMPERATURE
 
 
 def _divisor(sampling: SamplingBatch) -> Float32[Array, "rows 1"]:

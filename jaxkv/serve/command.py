@@ -331,7 +331,10 @@ def _warm_up(text: str) -> tuple[int, int, tuple[str, ...]]:
             f"must be BATCH:TOKENS such as 8:1024, or with some of {', '.join(WARM_SAMPLINGS)} such as "
             f"8:1024:greedy+drawn, got {text[:40]!r}"
         )
-    return size(batch), size(tokens), samplings
+    sizes = size(batch), size(tokens)
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"BATCH and TOKENS must be above 0, got {text[:40]!r}")
+    return *sizes, samplings
 
 
 def _serve(options: argparse.Namespace, screen: Screen) -> int:

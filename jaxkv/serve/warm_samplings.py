@@ -6,7 +6,11 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from jaxkv.config.checks import as_int
 from jaxkv.config.sampling import SamplingParams
+
+_MOST_AT_ONCE = 2**20
+"""The largest batch that `LLM.warm_up` takes."""
 
 WARM_SAMPLINGS: Mapping[str, SamplingParams] = MappingProxyType(
     {
@@ -28,9 +32,18 @@ def warm_up_served(
 
     Args:
         llm: the `LLM`, with all adapters loaded.
-        sizes: (requests at once, tokens of a prompt, names of `WARM_SAMPLINGS`).
+        sizes: values of `--warm-up`: (requests at once, tokens of a prompt, names of `WARM_SAMPLINGS`).
         background: see `LLM.warm_up`.
+
+    Raises:
+        ValueError: a size is out of range; nothing was compiled.
     """
+    longest = llm.max_model_len - 1
+    why = f"max_model_len is {llm.max_model_len}, of which one token is generated"
+    for batch, prompt_tokens, _ in sizes:
+        given = f"--warm-up {batch}:{prompt_tokens}"
+        as_int(f"BATCH of {given}", batch, 1, _MOST_AT_ONCE)
+        as_int(f"TOKENS of {given}", prompt_tokens, 1, longest, why)
     # One program serves all processors.
     names = [one.name for one in llm.engine.runner.processors.processors]
     calls = [{}, {names[0]: {}}] if names else [{}]

@@ -45,9 +45,13 @@ def test_minus_one_keeps_all_tokens_as_zero_does_and_no_most_tokens_is_the_conte
     ("options", "message"),
     [
         ({"top_p": 0.0}, "temperature=0"),
-        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, r"min_tokens .* in \[0, 4\], got 5; max_tokens is 4"),
         ({"logprobs_mode": "processed"}, "raw, temperature, truncated, got 'processed'"),
         ({"logprobs_mode": "truncated", "temperature": 0.0}, "a greedy request draws from no"),
+        (
+            {"logprobs_mode": "temperature", "temperature": 1.17e-38},
+            r"temperature 1\.17e-38 is greedy; give one of at least 2\*\*-126, or logprobs_mode='raw'",
+        ),
         ({"seed": 2**64}, "seed"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"stop_token_ids": (2**40,)}, "stop_token_ids"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from scipy import stats
 
-from jaxkv.config.sampling import SamplingParams
+from jaxkv.config.sampling import SMALLEST_TEMPERATURE, SamplingParams
 from jaxkv.sampling.features import Features
 from jaxkv.sampling.fields import NO_TOKEN
 from jaxkv.sampling.sample import adjust, allowed, gumbel_noise, sample
@@ -362,6 +362,21 @@ class TestLogprobs:
                 kept = np.exp(wanted).sum()
                 assert kept == pytest.approx(1)
                 assert np.isneginf(wanted).any()
+
+    @pytest.mark.parametrize("mode", ["temperature", "truncated"])
+    def test_at_the_smallest_temperature_the_most_likely_token_has_all_of_the_probability(
+        self, mode
+    ):
+        logits = random_logits(2, scale=30.0)
+        features = Features(draws=True, filters=True, logprobs=4, logprobs_modes=True)
+        params = SamplingParams(
+            temperature=SMALLEST_TEMPERATURE, seed=1, top_p=0.9, logprobs_mode=mode
+        )
+        sampled = jit_sample(logits, batch_of([params] * 2, features), None, at(3, 4))
+        np.testing.assert_array_equal(sampled.tokens, np.argmax(np.asarray(logits), axis=1))
+        np.testing.assert_array_equal(sampled.logprob, [0.0, 0.0])
+        np.testing.assert_array_equal(sampled.top_logprobs[:, 0], [0.0, 0.0])
+        assert (sampled.top_logprobs[:, 1:] < -1e30).all()
 
     def test_a_given_token_is_taken_in_place_of_the_sampled_one_with_the_same_bits(self):
         logits = random_logits(3, seed=3)

@@ -51,6 +51,8 @@ def mistake(capsys, *arguments):
         (["--warm-up", "8:8:greedy+cold"], "greedy, drawn, filtered such as"),
         (["--warm-up", "8:8:"], "got '8:8:'"),
         (["--warm-up", "a:8"], "must be a number such as"),
+        (["--warm-up", "0:8"], "--warm-up: BATCH and TOKENS must be above 0, got '0:8'"),
+        (["--warm-up", "8:-1"], "--warm-up: BATCH and TOKENS must be above 0, got '8:-1'"),
         (["--logits-processor", "module"], "must be MODULE:FUNCTION or NAME=MODULE:FUNCTION"),
         (["--logits-processor", "=module:f"], "must be MODULE:FUNCTION or NAME=MODULE:FUNCTION"),
         (["--logits-processor", "a:f", "--logits-processor", "b:f"], "have the same name"),

@@ -266,13 +266,14 @@ class Service:
                     raise bad_request(
                         f"{name} must be token ids below {vocab_size}, got {token}", name
                     )
-        wanted = params.max_tokens or 1
+        wanted = params.max_tokens or max(1, params.min_tokens)
         if prompt_tokens + wanted > most:
+            asked = "min_tokens" if params.max_tokens is None else "max_tokens"
             raise bad_request(
                 # Clients that shorten conversations look for the first words.
                 f"this model's maximum context length is {most} tokens, but the prompt has {prompt_tokens} and "
                 f"{wanted} more were asked for; shorten the prompt or ask for fewer tokens",
-                param if prompt_tokens >= most else "max_tokens",
+                param if prompt_tokens >= most else asked,
                 "context_length_exceeded",
             )
 

@@ -57,6 +57,24 @@ def test_an_answer_has_message_finish_reason_and_usage():
     asyncio.run(run())
 
 
+def test_more_least_tokens_than_the_context_has_room_for_are_refused():
+    prompt = TOKENIZER.encode("<|user|>hello\n<|assistant|>", add_special=False)
+
+    async def run():
+        async with chatting() as server:
+            room = server.service.facts.max_model_len - len(prompt)
+            given = body(max_completion_tokens=None, min_tokens=room)
+            assert (await server.http.post(PATH, json=given)).status_code == 200
+            reply = await server.http.post(PATH, json=given | {"min_tokens": room + 1})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, "min_tokens")
+            assert error["code"] == "context_length_exceeded"
+            assert f"{room + 1} more were asked for" in error["message"]
+            assert len(server.engine.calls) == 1
+
+    asyncio.run(run())
+
+
 def test_a_stream_begins_with_the_role_and_ends_with_its_reason_usage_and_done():
     async def run():
         async with chatting() as server:
