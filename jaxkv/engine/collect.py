@@ -83,6 +83,8 @@ class Collector:
     def collect(self, step: InFlightStep, sampled: Sequence[SampledRows]) -> list[Ended]:
         """Applies the results of a step; returns the requests that ended or failed.
 
+        It runs for each row of each step, so what most rows need is decided here without a call.
+
         A row is dropped if its request was preempted or ended since the dispatch, which has changed the request's
         epoch.
 
@@ -99,11 +101,12 @@ class Collector:
         first = steps[0]
         tokens, finite, accepted = first.tokens, first.finite, first.rows.accepted
         has_windows, single = self._allocator.has_windows, len(steps) == 1
+        checkpoints, version = self._state_checkpoints, step.weight_version
         for index, (part, epoch) in enumerate(zip(step.parts, step.epochs, strict=True)):
             sequence, _, count, emits, _, drafts = part
             if sequence.epoch != epoch:
-                if self._state_checkpoints is not None:
-                    self._state_checkpoints.confirm(sequence, finite=finite[index])
+                if checkpoints is not None:
+                    checkpoints.confirm(sequence, finite=finite[index])
                 continue
             has_end = True
             # Not `start + count`: drafts of the steps before may have been taken back since this one was planned.
@@ -114,11 +117,13 @@ class Collector:
                 sequence.pending -= emits
                 if drafts:
                     emits = 1 + self._take_back(sequence, drafts, int(accepted[index]))
-                sequence.note_weight_version(step.weight_version)
+                changes = sequence.version_changes
+                if not changes or changes[-1][1] != version:
+                    changes.append((sequence.generated, version))
                 try:
                     if not single:
                         taken = _accept(sequence, index, steps, emits, reports=reports)
-                    elif taken := int(finite[index]):
+                    elif taken := finite[index]:
                         logprobs = first.requested_logprobs(sequence, index) if reports else None
                         sequence.accept(tokens[index], logprobs)
                 except STEP_FAILURES as error:
@@ -137,11 +142,11 @@ class Collector:
                         continue
             if sequence.keys is not None and sequence.collected >= sequence.publishes_at:
                 self._publish(sequence)
-            if self._state_checkpoints is not None:
+            if checkpoints is not None:
                 kept = [length for row, length, _ in step.pending_checkpoints if row == index]
-                self._state_checkpoints.keep_collected(sequence, kept)
+                checkpoints.keep_collected(sequence, kept)
                 if sequence.reason is not None and has_end:
-                    self._state_checkpoints.keep_end_of_request(sequence)
+                    checkpoints.keep_end_of_request(sequence)
             if sequence.reason is not None:
                 ended.append((sequence, self._read_experts(sequence)))
             elif has_windows:

@@ -215,11 +215,6 @@ class RequestState:
         self.keys = first.keys and first.keys.copy()
         self.admitted = first.admitted
 
-    def note_weight_version(self, version: WeightVersion) -> None:
-        """Records the version of the parameters that sampled the tokens that come next."""
-        if not self.version_changes or self.version_changes[-1][1] != version:
-            self.version_changes.append((self.generated, version))
-
     def accept(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Appends a generated token that the host has read, and sets `reason` if it is the last.
 

@@ -4,7 +4,7 @@ Waiting and running requests are ordered by (priority, arrival), and admitted in
 is never preempted, so it always makes progress. When it ends, the next one is the first, so every request ends.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxkv.cache.page_allocator import PageAllocator, PageCopy, Reservation
 from jaxkv.cache.prefix.index import PrefixIndex
@@ -182,7 +182,7 @@ class Scheduler:
             preempted=tuple(self._preempted),
         )
 
-    def dispatched(self, parts: Iterable[Part], *, drafts_next: bool = False) -> None:
+    def dispatched(self, parts: Sequence[Part], *, drafts_next: bool = False) -> None:
         """Records that a step of these parts was dispatched; their tokens count as computed from now on.
 
         Args:
@@ -190,12 +190,14 @@ class Scheduler:
             drafts_next: the step ends with drafts of the next tokens, on the device.
         """
         ends: list[tuple[int, int]] = []
-        for sequence, start, count, emits, _, drafts in parts:
+        for sequence, start, count, emits, _, _ in parts:
             sequence.pending += emits
-            sequence.unread_drafts += len(drafts)
-            sequence.drafts_on_device = drafts_next
             ends.append((sequence.number, start + count))
         self._allocator.commit_all(ends)
+        if self._speculation is not None:
+            for part in parts:
+                part.sequence.unread_drafts += len(part.drafts)
+                part.sequence.drafts_on_device = drafts_next
 
     @property
     def only_decodes(self) -> bool:

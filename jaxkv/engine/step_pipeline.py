@@ -204,7 +204,9 @@ class StepPipeline:
 
         Parts that are left out run in the next step. A request for which even the smallest step is avoided fails.
         """
-        several = any(part.drafts for part in planned)
+        # Without speculation there are no drafts to look for.
+        drafting = self._speculation is not None
+        several = drafting and any(part.drafts for part in planned)
         if several:
             shape = self._verify_shape(planned)
         else:
@@ -215,7 +217,7 @@ class StepPipeline:
                 shape = self._multi_step.shape(planned, shares=shares)
         if shape is not None and self._send_several(planned, shape):
             return
-        if any(part.sequence.unread_drafts for part in planned):
+        if drafting and any(part.sequence.unread_drafts for part in planned):
             # Only the device knows where these rows are, and only a program that verifies drafts asks it.
             self.must_receive = True
             return

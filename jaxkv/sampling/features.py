@@ -50,10 +50,12 @@ class Features:
 
 def union(several: Sequence[Features]) -> Features:
     """Returns the smallest features that cover all of `several`, which must not be empty."""
-    kinds, left = [several[0]], several
+    kinds, left = [], several
     # The rows have few objects in common, and to compare or hash the features of each would take longer.
-    while left := [one for one in left if one is not kinds[-1]]:
-        kinds.append(left[0])
+    while left:
+        kind = left[0]
+        kinds.append(kind)
+        left = [one for one in left if one is not kind]
     return kinds[0] if len(kinds) == 1 else _union_of(frozenset(kinds))
 
 

@@ -265,7 +265,7 @@ def bytes_of_one_row(model: Model, params: Params) -> int:
     """Returns the bytes of parameters that a decode step of one row reads.
 
     Of a decoder's experts it counts those that a token uses; with `batch_invariant` all, since XLA reads all where a
-    model has an op without a rule for our kernels. Of embeddings it counts nothing if another table makes the logits.
+    model has an op without a rule for our kernels. Of embeddings it counts only a table that makes the logits too.
     Of other models, and of decoders that several devices divide, it counts all parameters: on each device.
 
     Args:
@@ -282,8 +282,10 @@ def bytes_of_one_row(model: Model, params: Params) -> int:
         is_experts = name in declared and declared[name].is_experts
         if mixture is not None and is_experts and not model.batch_invariant:
             size = size * mixture.top_k // mixture.experts
-        if name != "embed" or model.config.tie_embeddings:
-            read += size
+        is_looked_up = name == "layer_embed" or (
+            name == "embed" and not model.config.tie_embeddings
+        )
+        read += 0 if is_looked_up else size
     return read
 
 

@@ -592,6 +592,11 @@ def test_a_row_reads_the_experts_of_its_token_and_not_the_table_of_embeddings():
         ]
         unused = bytes_of_types(kept) * 6 // 8
         assert bytes_of_one_row(model, params) == bytes_of_types(params) - unused - table
+        # The table of all layers makes no logits, while its projection is read.
+        more = build_model(replace(model.config, layer_embedding_size=8))
+        params = more.param_shapes("bfloat16")
+        table += bytes_of_types(params["layer_embed"])
+        assert bytes_of_one_row(more, params) == bytes_of_types(params) - unused - table
     mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
     divided = TensorParallel(build_model(config), mesh)
     params = divided.param_shapes("bfloat16")
