@@ -23,6 +23,11 @@ _INT32_MAX = 2**31 - 1
 _GROWING = frozenset(("attention", "latent", "gated", "plain", "mixture", "shared"))
 """Blocks of a model whose queries grow with their position: mixers that do it, and those without queries."""
 
+_KV_SHARED = "kv_shared_"
+"""Beginning of the names of blocks that attend to keys and values of another layer."""
+_NOT_WITH_SHARED = ("qkv_bias", "o_bias", "sinks", "wide_qk_norm", "late_qk_norm", "attention_gate")
+"""Fields of attention that these blocks lack."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -133,6 +138,8 @@ class ModelConfig:
         pattern: for each layer, its stages, see `Stage`; ("attention", "gated") if not given.
         owners: for each layer, the layer that stores its shared parameters (`Leaf.is_shared`); empty if no layers share
             any. Layers with the same owner have the same stages.
+        key_owners: for each layer, the layer whose keys and values it attends to, itself in most; empty if each layer
+            has its own. Blocks named "kv_shared_..." attend to those of another layer.
         windows: for each layer, the sliding window in tokens, or `None` for all tokens.
         max_positions: longest sequence that the model supports, in tokens.
         norm_eps: epsilon of the norms.
@@ -160,6 +167,7 @@ class ModelConfig:
         window_rope: rotary embedding of window layers, where it differs from `rope` (Gemma 3).
         global_attention: sizes of "global_attention" blocks; `kv_heads` and `head_dim` are then those of windows.
         value_norm: per-head RMSNorm without weights on values (Gemma 4).
+        layer_embedding_size: width of the embedding that each layer has of each token; 0 for none (Gemma 4 E2B).
         layer_scalars: the residual stream after each layer is multiplied by a learned number (Gemma 4).
         nope_layers: numbers of the attention layers without rotary embedding (SmolLM3).
         wide_residual: the residual stream is float32, independently of the parameters' dtype.
@@ -184,6 +192,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     pattern: tuple[tuple[str, ...], ...] = ()
     owners: tuple[int, ...] = ()
+    key_owners: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     layer_norms: bool = False
     pre_norms: bool = True
@@ -207,6 +216,7 @@ class ModelConfig:
     window_rope: RopeConfig | None = None
     global_attention: GlobalAttentionConfig | None = None
     value_norm: bool = False
+    layer_embedding_size: int = 0
     layer_scalars: bool = False
     nope_layers: tuple[int, ...] = ()
     wide_residual: bool = False
@@ -229,6 +239,7 @@ class ModelConfig:
         check_fields(self, as_int, 0, MAX_LAYERS, "mtp_layers")
         check_fields(self, as_int, 1, 2**24, "vocab_size", "ffn_size")
         check_fields(self, as_int, 1, 2**20, "hidden_size")
+        check_fields(self, as_int, 0, 2**16, "layer_embedding_size")
         check_fields(self, as_int, 1, 2**16, "heads", "kv_heads", "head_dim")
         check_fields(self, as_int, 1, _INT32_MAX, "max_positions")
         check_fields(self, as_float, 0.0, 1.0, "norm_eps")
@@ -250,7 +261,8 @@ class ModelConfig:
                 check_fields(self, as_float, 1e-3, 1e6, name)
         if not self.pattern:
             object.__setattr__(self, "pattern", (("attention", "gated"),) * self.num_layers)
-        for name in ("windows", "pattern", *(["owners"] if self.owners else [])):
+        optional = [name for name in ("owners", "key_owners") if getattr(self, name)]
+        for name in ("windows", "pattern", *optional):
             if len(getattr(self, name)) != self.num_layers:
                 raise ValueError(
                     f"{name} must have one entry per layer, got {len(getattr(self, name))} for {self.num_layers} layers"
@@ -265,6 +277,7 @@ class ModelConfig:
                     f"owners: the owner of layer {layer} must own its own parameters and have the same stages, got "
                     f"layer {owner}, whose owner is {self.owners[owner]} and whose stages are {self.pattern[owner]}"
                 )
+        self._check_key_owners()
         for token in self.eos_ids:
             as_int("eos_ids", token, 0, _INT32_MAX)
         for layer in self.nope_layers:
@@ -286,12 +299,43 @@ class ModelConfig:
             "mixture": self.mixture,
             "dense_and_mixture": self.mixture,
             "global_attention": self.global_attention,
+            "kv_shared_global_attention": self.global_attention,
             "latent": self.latent,
             "sparse_latent": self.latent and self.latent.index,
         }
         for block, part in parts.items():
             if part is None and block in self.blocks:
                 raise ValueError(f"the pattern has {block} blocks, but their sizes are missing")
+
+    def _check_key_owners(self) -> None:
+        """Raises `ValueError` unless each layer takes the keys of one that has them, by a block that does so."""
+        for layer, owner in enumerate(self.key_owners):
+            as_int("key_owners", owner, 0, layer)
+            if self.key_owners[owner] != owner or self.windows[owner] != self.windows[layer]:
+                raise ValueError(
+                    f"key_owners: layer {layer} must attend to keys of a layer that has its own, and the same window, "
+                    f"got layer {owner}"
+                )
+        for layer in range(self.num_layers):
+            owner, blocks = self.key_owner(layer), self.blocks_of(layer)
+            shared = [name for name in blocks if name.startswith(_KV_SHARED)]
+            if bool(shared) != (owner != layer):
+                raise ValueError(
+                    f"key_owners: layer {layer} attends to keys of layer {owner}, and its blocks are "
+                    f"{', '.join(blocks)}; those named {_KV_SHARED}... are for keys of another layer"
+                )
+            needed = {name.removeprefix(_KV_SHARED) for name in shared}
+            if not needed <= {*self.blocks_of(owner)}:
+                raise ValueError(
+                    f"key_owners: layer {layer} takes keys of layer {owner}, whose blocks are "
+                    f"{', '.join(self.blocks_of(owner))}, and needs {', '.join(sorted(needed))}"
+                )
+        if self.key_owners and (
+            further := [name for name in _NOT_WITH_SHARED if getattr(self, name)]
+        ):
+            raise ValueError(
+                f"blocks that attend to another layer's keys have no {', '.join(further)}; leave key_owners empty"
+            )
 
     @property
     def query_rows(self) -> int:
@@ -311,6 +355,20 @@ class ModelConfig:
     def owner(self, layer: int) -> int:
         """Returns the layer that stores a layer's shared parameters."""
         return self.owners[layer] if self.owners else layer
+
+    def key_owner(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer attends to."""
+        return self.key_owners[layer] if self.key_owners else layer
+
+    @property
+    def has_layer_embeddings(self) -> bool:
+        """Whether each layer has embeddings of its own."""
+        return self.layer_embedding_size > 0
+
+    @property
+    def double_ffn_size(self) -> int:
+        """Inner width of a "double_gated" feed-forward."""
+        return 2 * self.ffn_size
 
     def blocks_of(self, layer: int) -> tuple[str, ...]:
         """Returns the names of a layer's blocks, in the order in which they run."""

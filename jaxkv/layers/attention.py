@@ -14,8 +14,8 @@ from jaxkv.batch import PagedTables, StepBatch
 from jaxkv.config.blocks import QueryGrowth
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.linear import Joining, Normed, matmul
-from jaxkv.layers.norm import rms_norm
-from jaxkv.layers.rope import Angles, grow
+from jaxkv.layers.norm import rms_norm, rms_norms
+from jaxkv.layers.rope import Angles, grow, rotate
 from jaxkv.layers.shards import Shards
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
 from pallas_kernels.dispatch import is_asking, note_fallback, unasked
@@ -53,6 +53,11 @@ class AttentionSizes:
     query_growth: QueryGrowth | None = None
     value_norm: bool = False
     gated: bool = False
+
+    @property
+    def scale_of_scores(self) -> float:
+        """The factor of attention scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 def attention(
@@ -107,6 +112,49 @@ def attention(
     return layer_cache, run(params["o"], mixed, bias=params.get("o_bias"), joining=joining)
 
 
+def attention_to_earlier_keys(
+    params: LayerParams,
+    earlier_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"],
+    batch: StepBatch,
+    tables: PagedTables,
+    angles: Angles,
+    *,
+    sizes: AttentionSizes,
+    implementation: str | None = None,
+) -> Float[Array, "tokens hidden_size"]:
+    """Attends causally to the keys and values of an earlier layer (Brandon et al., Cross-Layer Attention).
+
+    Args:
+        params: "q" [heads * head_dim, hidden_size]; "o" [hidden_size, heads * head_dim]; "q_norm" [head_dim], the
+            weights of the norm on queries, if the model has it.
+        earlier_cache: the pages of the earlier layer, which has written this step's tokens.
+        x: normalised hidden states.
+        batch: the step's metadata.
+        tables: page table of the earlier layer's group.
+        angles: from `rope_angles`.
+        sizes: sizes and options, those of the earlier layer.
+        implementation: family of implementations that every op must use; `None` for the best.
+    """
+    run = partial(matmul, implementation=implementation)
+    q = run(params["q"], x).reshape(len(x), sizes.heads, sizes.head_dim)
+    if "q_norm" in params:
+        q = rms_norm(params["q_norm"], q, eps=sizes.norm_eps)
+    with _family_of(sizes.head_dim, implementation) as family:
+        mixed = _mix(
+            earlier_cache,
+            rotate(angles, q),
+            batch,
+            tables,
+            scale=sizes.scale_of_scores,
+            window=sizes.window,
+            soft_cap=sizes.soft_cap,
+            sinks=None,
+            implementation=family,
+        )
+    return run(params["o"], mixed.reshape(len(x), -1))
+
+
 @contextmanager
 def _family_of(head_dim: int, implementation: str | None) -> Iterator[str | None]:
     """Yields the family that attends with heads of this width: XLA, in every family, for heads too wide for kernels.
@@ -141,14 +189,10 @@ def attend_projected(
     if "wide_q_norm" in params:
         bounds = (heads * head_dim, (heads + kv_heads) * head_dim)
         q, k, v = jnp.split(qkv, bounds, axis=1)
-        q = rms_norm(params["wide_q_norm"], q, eps=sizes.norm_eps, shards=shards)
-        k = rms_norm(params["wide_k_norm"], k, eps=sizes.norm_eps, shards=shards)
+        pairs = [(params["wide_q_norm"], q), (params["wide_k_norm"], k)]
+        q, k = rms_norms(pairs, eps=sizes.norm_eps, shards=shards)
         qkv = jnp.concatenate((q, k, v), axis=1)
     qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, head_dim)
-    if sizes.value_norm:
-        q_and_k, v = jnp.split(qkv, (heads + kv_heads,), axis=1)
-        v = rms_norm(jnp.ones((head_dim,), v.dtype), v, eps=sizes.norm_eps)
-        qkv = jnp.concatenate((q_and_k, v), axis=1)
     late = params.get("late_qk_norm")
     # A rotation changes no root mean square, so the division of a norm after the rotation may come before it.
     norm = params.get("qk_norm") if late is None else jnp.ones_like(late)
@@ -160,6 +204,7 @@ def attend_projected(
         tables.write_slots,
         norm=norm,
         norm_eps=sizes.norm_eps,
+        value_norm=sizes.value_norm,
         implementation=member(implementation, "rotary_write"),
     )
     layer_cache = dict(zip(roles, pools, strict=True))
@@ -174,7 +219,7 @@ def attend_projected(
         q,
         batch,
         tables,
-        scale=head_dim**-0.5 if sizes.scale is None else sizes.scale,
+        scale=sizes.scale_of_scores,
         window=sizes.window,
         soft_cap=sizes.soft_cap,
         sinks=params.get("sinks"),

@@ -1,5 +1,7 @@
 """RMS normalisation (Zhang and Sennrich), layer normalisation and gated norms, rounded where Hugging Face rounds."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,16 +15,39 @@ def rms_norm(
     x: Float[Array, "*rows width"],
     *,
     eps: float,
-    shards: Shards | None = None,
 ) -> Float[Array, "*rows width"]:
     """Scales rows to unit root mean square in float32, casts to the dtype of `x`, then multiplies by the weight.
 
-    If the weight's dtype differs from that of `x`, the multiplication is in float32, before the cast. `shards` are the
-    devices that have equal parts of each row; `None` for whole rows.
+    If the weight's dtype differs from that of `x`, the multiplication is in float32, before the cast.
     """
-    wide = x.astype(jnp.float32)
-    mean_square = _mean(jnp.square(wide), shards)
-    unit = wide * jax.lax.rsqrt(mean_square + eps)
+    [normed] = rms_norms([(weight, x)], eps=eps)
+    return normed
+
+
+def rms_norms(
+    pairs: Sequence[tuple[Float[Array, " _"], Float[Array, "*rows _"]]],
+    *,
+    eps: float,
+    shards: Shards | None = None,
+) -> list[Float[Array, "*rows _"]]:
+    """Returns `rms_norm` of several pairs of a weight and an array; the arrays have the same rows, of any widths.
+
+    `shards` are the devices that have equal parts of each row, with one sum over them for all arrays; `None` for whole
+    rows.
+    """
+    means = [_mean(jnp.square(x.astype(jnp.float32))) for _, x in pairs]
+    if shards is not None:
+        means = jnp.split(shards.mean(jnp.concatenate(means, axis=-1)), len(pairs), axis=-1)
+    return [_scaled(*pair, mean, eps) for pair, mean in zip(pairs, means, strict=True)]
+
+
+def _scaled(
+    weight: Float[Array, " size"],
+    x: Float[Array, "*rows size"],
+    mean_square: Float[Array, "*rows 1"],
+    eps: float,
+) -> Float[Array, "*rows size"]:
+    unit = x.astype(jnp.float32) * jax.lax.rsqrt(mean_square + eps)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
     if weight.dtype == x.dtype:
         return unit.astype(x.dtype) * weight

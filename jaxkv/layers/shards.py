@@ -66,13 +66,9 @@ class Shards:
         """Returns whether `joined` accepts parts of this type."""
         return peers is not None and why_not(part, weighs=True) is None
 
-    def mean(self, part: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:
+    def mean(self, part: Float[Array, "*rows means"]) -> Float[Array, "*rows means"]:
         """Returns the mean over the devices, which all of them get."""
         return lax.psum(part, self.axis) / self.count
-
-    def of_first(self, whole: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
-        """Returns what every device has computed whole, on the first one, and zeros on others: a part of a sum."""
-        return jnp.where(lax.axis_index(self.axis) == 0, whole, jnp.zeros_like(whole))
 
     def own_ids(self, tokens: Int[Array, " tokens"], rows: int) -> Int[Array, " tokens"]:
         """Returns the row of each token in this device's part of a table; out of range for those of other devices."""

@@ -148,6 +148,8 @@ class Block(NamedTuple):
         spec: returns its cache spec, given config, layer, page size in tokens and dtype name.
         joins: whether it accepts `BlockInputs.joining` and `Normed` hidden states.
         reads_stream: whether it gets `BlockInputs.stream`.
+        sums: whether its output is summed over the devices already, as it needs the sum itself; it is then the only
+            block of its stage.
     """
 
     leaves: Callable[[ModelConfig], dict[str, Leaf]]
@@ -156,6 +158,7 @@ class Block(NamedTuple):
     spec: Callable[[ModelConfig, int, int, str], PagedSpec | StateSpec] | None = None
     joins: bool = False
     reads_stream: bool = False
+    sums: bool = False
 
 
 def required[T](part: T | None) -> T:

@@ -4,12 +4,21 @@ from collections.abc import Mapping
 
 from jaxkv.models.block import Block
 from jaxkv.models.eagle_attention import EAGLE_ATTENTION
-from jaxkv.models.feed_forwards import DENSE_AND_MIXTURE, GATED, MIXTURE, PLAIN, SHARED
+from jaxkv.models.feed_forwards import (
+    DENSE_AND_MIXTURE,
+    DOUBLE_GATED,
+    GATED,
+    MIXTURE,
+    PLAIN,
+    SHARED,
+)
 from jaxkv.models.latent import LATENT, SPARSE_LATENT
 from jaxkv.models.mixers import (
     ATTENTION,
     DELTA,
     GLOBAL_ATTENTION,
+    KV_SHARED_ATTENTION,
+    KV_SHARED_GLOBAL_ATTENTION,
     MAMBA1,
     MAMBA2,
     SHORT_CONV,
@@ -19,6 +28,8 @@ from jaxkv.models.transformer import TRANSFORMER
 BLOCKS: Mapping[str, Block] = {
     "attention": ATTENTION,
     "global_attention": GLOBAL_ATTENTION,
+    "kv_shared_attention": KV_SHARED_ATTENTION,
+    "kv_shared_global_attention": KV_SHARED_GLOBAL_ATTENTION,
     "eagle_attention": EAGLE_ATTENTION,
     "latent": LATENT,
     "sparse_latent": SPARSE_LATENT,
@@ -28,9 +39,11 @@ BLOCKS: Mapping[str, Block] = {
     "short_conv": SHORT_CONV,
     "transformer": TRANSFORMER,
     "gated": GATED,
+    "double_gated": DOUBLE_GATED,
     "plain": PLAIN,
     "mixture": MIXTURE,
     "shared": SHARED,
     "dense_and_mixture": DENSE_AND_MIXTURE,
 }
-"""The last five are feed-forwards: `gated` and `plain` are dense, `shared` is the shared expert of a `mixture`."""
+"""The last six are feed-forwards: `gated`, `double_gated`, twice as wide, and `plain` are dense, and `shared` is the
+shared expert of a `mixture`."""

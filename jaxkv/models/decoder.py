@@ -23,6 +23,7 @@ from jaxkv.cache.variants import QUANTISED, hidden_states, routed_experts
 from jaxkv.config.model import ModelConfig, Multipliers, RopeConfig, Stage
 from jaxkv.layers.adapted import LayerParams
 from jaxkv.layers.embedding import embed, soft_capped, unembed
+from jaxkv.layers.layer_embedding import add_layer_embedding, layer_embeddings
 from jaxkv.layers.linear import Joining, Normed, joins_norms, scaled, weigh_stream
 from jaxkv.layers.norm import layer_norm, rms_norm
 from jaxkv.layers.recurrence import StateWrite, nowhere, without_last
@@ -288,9 +289,15 @@ class Decoder:
         writes: StateWrites | None = None,
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         factor = self.config.multipliers.embedding
-        embeddings = scaled(self._embed(params["embed"], batch.tokens, self._peers(cache)), factor)
+        embeddings, of_layers = self._embed(params, batch.tokens, self._peers(cache))
+        embeddings = scaled(embeddings, factor)
         kept: dict[int, Array] = {}
-        cache, hidden = self.run_layers(params, cache, batch, embeddings, embeddings, kept, writes)
+        if of_layers is not None:
+            own = {name: params[name] for name in ("layer_embed_in", "layer_embed_norm")}
+            of_layers = layer_embeddings(own, of_layers, embeddings, eps=self.config.norm_eps)
+        cache, hidden = self.run_layers(
+            params, cache, batch, embeddings, embeddings, kept, writes, of_layers
+        )
         normed = self.normed(params, hidden)
         if self.keeps_hidden:
             kept |= {self.num_layers: hidden, self.num_layers + 1: normed}
@@ -313,6 +320,7 @@ class Decoder:
         embeddings: Float[Array, "tokens hidden_size"],
         kept: dict[int, Array] | None = None,
         writes: StateWrites | None = None,
+        of_layers: Float[Array, "tokens layers size"] | None = None,
     ) -> tuple[Cache, Float[Array, "tokens hidden_size"]]:
         """Returns the cache with the new tokens written, and the residual stream after the last layer.
 
@@ -324,6 +332,7 @@ class Decoder:
             embeddings: the tokens' embeddings, which some blocks read.
             kept: gets the residual stream before each layer of `keeps_hidden`.
             writes: gets how each layer writes its states.
+            of_layers: each layer's embeddings, if the model has them.
         """
         config = self.config
         # The dtype of activations; the residual stream may be wider.
@@ -375,7 +384,9 @@ class Decoder:
                     cache, y = self._run_block(name, cache, inputs, tables, traces)
                     outputs.append(y)
                 if not is_joining:
-                    total = self._added(joining, outputs, after, peers)
+                    is_sum = any(BLOCKS[name].sums for name in blocks)
+                    assert not is_sum or len(blocks) == 1, "only a block of its own sums"
+                    total = self._added(joining, outputs, after, peers, is_sum=is_sum)
                 else:
                     (total,) = outputs
                     if self.shards is not None:
@@ -383,6 +394,14 @@ class Decoder:
                 is_weighed = isinstance(total, Weighed)
                 normed = Normed(total, config.norm_eps) if is_weighed else None
                 hidden = total.result if is_weighed else total
+            if of_layers is not None:
+                own = {
+                    name: weights[name] for name in ("layer_gate", "layer_out", "layer_out_norm")
+                }
+                add = partial(
+                    add_layer_embedding, activation=config.activation, eps=config.norm_eps
+                )
+                hidden = traces.call("layer_embedding", add, own, hidden, of_layers[:, layer])
             if config.layer_scalars:
                 hidden = hidden * weights["layer_scalar"][None].astype(hidden.dtype)
         if chosen is not None:
@@ -409,9 +428,15 @@ class Decoder:
         outputs: list[Array],
         post_norm: Float[Array, " hidden_size"] | None,
         peers: Int[Array, "1 numbers"] | None,
+        *,
+        is_sum: bool,
     ) -> Any:  # noqa: ANN401 - an array, or a `Weighed` if `joining` has the next norm
-        """Returns the residual stream after a stage whose blocks return their outputs alone."""
-        total = self._summed(sum(outputs[1:], outputs[0]), peers)
+        """Returns the residual stream after a stage whose blocks return their outputs alone.
+
+        With `is_sum`, these are sums over the devices already.
+        """
+        total = sum(outputs[1:], outputs[0])
+        total = total if is_sum else self._summed(total, peers)
         total = scaled(total, self.config.multipliers.residual)
         if post_norm is not None:
             total = rms_norm(post_norm, total, eps=self.config.norm_eps)
@@ -429,7 +454,8 @@ class Decoder:
         """Returns the cache after a block of a layer, and the block's output; `inputs` has no cache and tables yet."""
         block, layer = BLOCKS[name], self.layer_offset + inputs.layer
         if block.unit:
-            inputs = replace(inputs, cache=cache.layer(layer), tables=tables[layer, block.unit])
+            owner = self.layer_offset + self.config.key_owner(inputs.layer)
+            inputs = replace(inputs, cache=cache.layer(owner), tables=tables[owner, block.unit])
         keeps = inputs.chosen_experts is not None
 
         def run(arrays: dict[str, Any]) -> tuple[Any, list[Array]]:
@@ -515,7 +541,7 @@ class Decoder:
         config, layers = self.config, params["layers"]
         plain = replace(config.multipliers, embedding=1.0, gate=1.0, logits=1.0) == Multipliers()
         plain = plain and not (config.wide_residual or config.layer_norms or config.post_norms)
-        plain = plain and not config.layer_scalars
+        plain = plain and not (config.layer_scalars or config.has_layer_embeddings)
         joins = [_joins(stage) for stages in config.pattern for stage in stages]
         whole = self.shards is not None or is_fixed()
         # The stream times a norm's weights, before the division, may be beyond float16.
@@ -537,13 +563,22 @@ class Decoder:
 
     def _embed(
         self,
-        table: Float[Array, "vocab hidden_size"],
+        params: Params,
         tokens: Int[Array, " tokens"],
         peers: Int[Array, "1 numbers"] | None,
-    ) -> Float[Array, "tokens hidden_size"]:
+    ) -> tuple[Float[Array, "tokens hidden_size"], Float[Array, "tokens all_sizes"] | None]:
+        """Returns each token's row of the embedding table, and of the table of all layers if the model has one.
+
+        Devices that divide the tables add up both at once, since no sum may run beside another.
+        """
+        tables = [params[name] for name in ("embed", "layer_embed") if name in params]
         if self.shards is None or not self.shards.splits_vocab:
-            return embed(table, tokens)
-        return self._summed(embed(table, self.shards.own_ids(tokens, table.shape[0])), peers)
+            rows = [embed(table, tokens) for table in tables]
+        else:
+            own = self.shards.own_ids(tokens, tables[0].shape[0])
+            parts = jnp.concatenate([embed(table, own) for table in tables], axis=1)
+            rows = jnp.split(self._summed(parts, peers), (tables[0].shape[1],), axis=1)
+        return rows[0], rows[1] if len(tables) > 1 else None
 
     def _norm(
         self, weight: Float[Array, " hidden_size"], x: Float[Array, "tokens hidden_size"]
@@ -598,6 +633,13 @@ class Decoder:
             "layers": tuple(self._layer_leaves(layer) for layer in range(config.num_layers)),
             "final_norm": Leaf((config.hidden_size,), is_scale=True, dtype=config.norm_dtype),
         }
+        if config.has_layer_embeddings:
+            width = config.num_layers * config.layer_embedding_size
+            leaves["layer_embed"] = Leaf((config.vocab_size, width), split=ids)
+            leaves["layer_embed_in"] = Leaf((width, config.hidden_size))
+            leaves["layer_embed_norm"] = Leaf(
+                (config.layer_embedding_size,), is_scale=True, dtype=config.norm_dtype
+            )
         return leaves if config.tie_embeddings else leaves | {"lm_head": table}
 
     def _layer_leaves(self, layer: int) -> dict[str, Leaf]:
@@ -607,6 +649,11 @@ class Decoder:
         leaves = {"norms": norm} if self.config.pre_norms else {}
         if self.config.post_norms:
             leaves["post_norms"] = norm
+        if self.config.has_layer_embeddings:
+            hidden, size = self.config.hidden_size, self.config.layer_embedding_size
+            leaves["layer_gate"] = Leaf((size, hidden))
+            leaves["layer_out"] = Leaf((hidden, size))
+            leaves["layer_out_norm"] = Leaf((hidden,), is_scale=True, dtype=self.config.norm_dtype)
         if self.config.layer_scalars:
             leaves["layer_scalar"] = Leaf((1,), is_scale=True)
         for name in self.config.blocks_of(layer):

@@ -18,15 +18,16 @@ _Routing = tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]
 """Each token's experts, and their weights."""
 
 
-def _gated_leaves(config: ModelConfig) -> dict[str, Leaf]:
-    hidden, inner = config.hidden_size, (config.ffn_size, config.ffn_size)
+def _gated_leaves(config: ModelConfig, *, widths: int = 1) -> dict[str, Leaf]:
+    hidden, size = config.hidden_size, widths * config.ffn_size
+    inner = (size, size)
     rows = Split(0, (inner, inner))
     leaves = {
-        "gate_up": Leaf((2 * config.ffn_size, hidden), adapts=True, split=rows),
-        "down": Leaf((hidden, config.ffn_size), adapts=True, split=Split(1, (inner,))),
+        "gate_up": Leaf((2 * size, hidden), adapts=True, split=rows),
+        "down": Leaf((hidden, size), adapts=True, split=Split(1, (inner,))),
     }
     if config.mlp_bias:
-        leaves["gate_up_bias"] = Leaf((2 * config.ffn_size,), split=rows)
+        leaves["gate_up_bias"] = Leaf((2 * size,), split=rows)
         leaves["down_bias"] = Leaf((hidden,), split=ONCE)
     return leaves
 
@@ -182,12 +183,14 @@ def _run_dense_and_mixture(inputs: BlockInputs) -> BlockOutput:
     if shards is not None:
         both = shards.summed(jnp.concatenate((dense, experts), axis=1))
         dense, experts = jnp.split(both, 2, axis=1)
-    total = norm(params["dense_post_norm"], dense) + norm(params["experts_post_norm"], experts)
-    return {}, total if shards is None else shards.of_first(total)
+    return {}, norm(params["dense_post_norm"], dense) + norm(params["experts_post_norm"], experts)
 
 
 GATED = Block(_gated_leaves, _run_gated, joins=True)
+DOUBLE_GATED = Block(partial(_gated_leaves, widths=2), _run_gated, joins=True)
 PLAIN = Block(_plain_leaves, _run_plain)
 MIXTURE = Block(_mixture_leaves, _run_mixture)
 SHARED = Block(_shared_leaves, _run_shared)
-DENSE_AND_MIXTURE = Block(_dense_and_mixture_leaves, _run_dense_and_mixture, reads_stream=True)
+DENSE_AND_MIXTURE = Block(
+    _dense_and_mixture_leaves, _run_dense_and_mixture, reads_stream=True, sums=True
+)

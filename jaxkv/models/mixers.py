@@ -8,13 +8,16 @@ from jaxkv.cache.variants import delta as delta_spec
 from jaxkv.cache.variants import mamba1 as mamba1_spec
 from jaxkv.cache.variants import short_conv as short_conv_spec
 from jaxkv.config.model import ModelConfig
-from jaxkv.layers.attention import AttentionSizes, attention
+from jaxkv.layers.attention import AttentionSizes, attention, attention_to_earlier_keys
 from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
 from jaxkv.layers.mamba1 import mamba1_mixer
 from jaxkv.layers.short_conv import short_conv_mixer
 from jaxkv.models.block import ONCE, Block, BlockInputs, BlockOutput, Leaf, Split, required
+
+_GLOBAL = frozenset(("global_attention", "kv_shared_global_attention"))
+"""Blocks with the sizes of `ModelConfig.global_attention`."""
 
 
 def _attention_leaves(config: ModelConfig, *, is_global: bool = False) -> dict[str, Leaf]:
@@ -52,7 +55,7 @@ def _key_shape(config: ModelConfig, *, is_global: bool) -> tuple[int, int]:
 
 
 def _is_global(config: ModelConfig, layer: int) -> bool:
-    return "global_attention" in config.blocks_of(layer)
+    return bool(_GLOBAL & {*config.blocks_of(layer)})
 
 
 def attention_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> PagedSpec:
@@ -98,6 +101,30 @@ def _run_attention(inputs: BlockInputs) -> BlockOutput:
     if inputs.joining is not None:
         return new, mixed
     return new, scaled(mixed, config.multipliers.attention_out)
+
+
+def _kv_shared_leaves(config: ModelConfig, *, is_global: bool = False) -> dict[str, Leaf]:
+    _, head_dim = _key_shape(config, is_global=is_global)
+    queries = (config.heads * head_dim, config.heads)
+    leaves = {
+        "q": Leaf((queries[0], config.hidden_size), adapts=True, split=Split(0, (queries,))),
+        "o": Leaf((config.hidden_size, queries[0]), adapts=True, split=Split(1, (queries,))),
+    }
+    return leaves | {"q_norm": Leaf((head_dim,), is_scale=True)} if config.qk_norm else leaves
+
+
+def _run_kv_shared(inputs: BlockInputs) -> BlockOutput:
+    mixed = attention_to_earlier_keys(
+        inputs.params,
+        inputs.cache,
+        inputs.hidden,
+        inputs.batch,
+        inputs.pages,
+        inputs.angles,
+        sizes=attention_sizes(inputs.config, inputs.layer),
+        implementation=inputs.implementation,
+    )
+    return {}, mixed
 
 
 def _state_dtype(config: ModelConfig, dtype: str) -> str:
@@ -303,6 +330,10 @@ def _run_short_conv(inputs: BlockInputs) -> BlockOutput:
 ATTENTION = Block(_attention_leaves, _run_attention, "page", attention_spec, joins=True)
 GLOBAL_ATTENTION = Block(
     partial(_attention_leaves, is_global=True), _run_attention, "page", attention_spec, joins=True
+)
+KV_SHARED_ATTENTION = Block(_kv_shared_leaves, _run_kv_shared, "page")
+KV_SHARED_GLOBAL_ATTENTION = Block(
+    partial(_kv_shared_leaves, is_global=True), _run_kv_shared, "page"
 )
 MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)

@@ -12,7 +12,7 @@ from jaxkv.wording import listed
 
 _WITH_KEYS = frozenset(("attention", "global_attention", "transformer"))
 _WITH_HEADS = _WITH_KEYS | {"latent", "sparse_latent"}
-_DENSE = frozenset(("gated", "plain", "dense_and_mixture", "transformer"))
+_DENSE = frozenset(("gated", "double_gated", "plain", "dense_and_mixture", "transformer"))
 """Blocks with heads of keys and values, with heads, and with a dense feed-forward."""
 
 

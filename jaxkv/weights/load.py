@@ -352,8 +352,21 @@ def _check_unused(
                 raise BadCheckpoint(
                     f"{tensor.path}: {name!r} differs from {originals[name]!r}, although the config {why}"
                 )
-        elif not rules.ignores(name, config):
+        elif not rules.ignores(name, config) and not _is_bias_of_zeros(name, tensors):
             raise BadCheckpoint(
                 f"{tensor.path} holds {clip(repr(tensor.name))}, which a {config.family} model of this config has no "
                 "use for"
             )
+
+
+def _is_bias_of_zeros(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor is a bias without effect beside a quantised weight; AutoGPTQ saves one for each linear map."""
+    module, _, last = name.rpartition(".")
+    bias, weight = tensors[name], tensors.get(f"{module}.weight")
+    if last != "bias" or not isinstance(bias, StoredTensor) or bias.dtype not in FLOAT_DTYPES:
+        return False
+    if not isinstance(weight, QuantisedTensor) or bias.shape != weight.shape[:1]:
+        return False
+    numbers = np.empty(bias.shape, np.float32)
+    bias.read(numbers)
+    return not numbers.any()

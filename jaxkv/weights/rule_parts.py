@@ -14,8 +14,6 @@ _QUERY_KEY_VALUE_ROWS = (("heads", "head_dim"), ("kv_heads", "head_dim"), ("kv_h
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 """Usual names of the three projections of a gated feed-forward."""
 
-_GATE_UP_ROWS = (("ffn_size",), ("ffn_size",))
-
 
 class RuleOptions(TypedDict, total=False):
     """The fields of `Rule` beside target, sources and block."""
@@ -124,6 +122,16 @@ def global_attention(prefix: str) -> tuple[Rule, ...]:
             for names in ("qkv", "qkk")
         ),
         rule("qk_norm", "q_norm.weight", "k_norm.weight", combine="stack"),
+        rule("o", "o_proj.weight"),
+    )
+
+
+def kv_shared_attention(prefix: str, block: str) -> tuple[Rule, ...]:
+    """Returns the rules of attention to the keys and values of an earlier layer."""
+    rule = partial(layer_rule, block=block, prefix=f"{prefix}.")
+    return (
+        rule("q", "q_proj.weight"),
+        rule("q_norm", "q_norm.weight", when=("qk_norm", True)),
         rule("o", "o_proj.weight"),
     )
 
@@ -301,13 +309,24 @@ def mamba2(prefix: str) -> tuple[Rule, ...]:
 
 
 def gated(
-    prefix: str, names: tuple[str, str, str] = GATED_NAMES, *, block: str = "gated"
+    prefix: str,
+    names: tuple[str, str, str] = GATED_NAMES,
+    *,
+    block: str = "gated",
+    size: str = "ffn_size",
 ) -> tuple[Rule, ...]:
-    """Returns the rules of a gated feed-forward, given the names of gate, its factor and their product's projection."""
+    """Returns the rules of a gated feed-forward.
+
+    Args:
+        prefix: prefix of the tensors' names.
+        names: names of gate, its factor and their product's projection.
+        block: name of the block that has them.
+        size: field of `ModelConfig` that is its inner width.
+    """
     rule = partial(layer_rule, block=block, prefix=f"{prefix}.")
     gate, up, down = names
     biased = ("mlp_bias", True)
-    fused = {"combine": "concat", "rows": _GATE_UP_ROWS}
+    fused = {"combine": "concat", "rows": ((size,), (size,))}
     return (
         rule("gate_up", f"{gate}.weight", f"{up}.weight", **fused),
         rule("gate_up_bias", f"{gate}.bias", f"{up}.bias", when=biased, **fused),

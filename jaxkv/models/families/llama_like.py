@@ -111,6 +111,8 @@ class Differences(TypedDict, total=False):
     window_rope: RopeConfig | None
     global_attention: GlobalAttentionConfig | None
     value_norm: bool
+    key_owners: tuple[int, ...]
+    layer_embedding_size: int
     layer_scalars: bool
     delta: DeltaConfig | None
     mamba1: Mamba1Config | None

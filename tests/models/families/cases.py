@@ -82,6 +82,16 @@ GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "hidden_size_per_layer_input": 0,
 }
+# The last three layers take keys of the third and of the second one. Two and four devices can divide the ids.
+OF_LAYERS = {
+    "vocab_size": 200,
+    "num_hidden_layers": 6,
+    "layer_types": [
+        f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "full")
+    ],
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 200,
+}
 GRANITE_FACTORS = {
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.7,
@@ -399,6 +409,38 @@ CASES = {
     "gemma4-dense": Case(
         "Gemma4Text", GEMMA4 | {"tie_word_embeddings": False}, model="Gemma4ForCausalLM"
     ),
+    "gemma4-shared-keys": Case(
+        "Gemma4Text",
+        GEMMA4 | OF_LAYERS | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        model="Gemma4ForCausalLM",
+    ),
+    "gemma4-layer-embeddings": Case(
+        "Gemma4Text", GEMMA4 | OF_LAYERS | {"num_kv_shared_layers": 0}, model="Gemma4ForCausalLM"
+    ),
+    "gemma4-shared-keys-experts": Case(
+        "Gemma4Text",
+        GEMMA4
+        | OF_LAYERS
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}
+        | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+        model="Gemma4ForCausalLM",
+    ),
+    "gemma4-e2b": Case(
+        "Gemma4",
+        {
+            "text_config": SHAPE
+            | GEMMA4
+            | OF_LAYERS
+            | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1},
+            "vision_config": VISION
+            | {"head_dim": 8, "global_head_dim": 8, "position_embedding_size": 16}
+            | {"num_key_value_heads": 2},
+            "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        },
+        shape={},
+        model="Gemma4ForConditionalGeneration",
+    ),
     "gemma4-multimodal": Case(
         "Gemma4",
         {
@@ -521,7 +563,10 @@ SLOW = (
     "gemma3",
     "gemma3-multimodal",
     "gemma4-dense",
+    "gemma4-layer-embeddings",
     "gemma4-multimodal",
+    "gemma4-shared-keys",
+    "gemma4-shared-keys-experts",
     "gemma-untied",
     "glm",
     "glm-proportional",

@@ -30,6 +30,7 @@ MODULES = {
     "gemma2": "q_proj v_proj gate_proj down_proj",
     # Whose key projections without a window make values too.
     "gemma4": "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    "gemma4-shared-keys": "q_proj v_proj o_proj up_proj down_proj",
     "mixtral": "q_proj k_proj v_proj o_proj",
     "v3": "q_a_proj q_b_proj kv_a_proj_with_mqa o_proj gate_proj up_proj down_proj",
     "qwen3-next": "q_proj k_proj v_proj o_proj in_proj_qkvz in_proj_ba out_proj",

@@ -104,3 +104,24 @@ def test_square_experts_are_read_as_transformers_saves_them(size, tmp_path):
     model, tokens = build_model(load_config(tmp_path)), case.prompt(20)
     [got] = Driver(model, _params(tmp_path)).prefill([tokens])
     assert cases.far(got, cases.logits(theirs, tokens)) < 1e-4
+
+
+def test_keys_and_values_of_layers_that_take_those_of_others_are_left_out(tmp_path):
+    """Published files of Gemma 4 E2B hold them for all layers."""
+    cases.CASES["gemma4-e2b"].build().save_pretrained(tmp_path)
+    params, path = _params(tmp_path), tmp_path / "model.safetensors"
+    tensors, prefix = (
+        safetensors.load_file(path),
+        "model.language_model.layers.{}.self_attn.{}.weight",
+    )
+    names = ("k_proj", "v_proj", "k_norm")
+    of_own = {name: tensors[prefix.format(2, name)] for name in names}
+    assert not any(prefix.format(3, name) in tensors for name in names)
+    tensors |= {
+        prefix.format(layer, name): of_own[name] + 1 for layer in (3, 4, 5) for name in names
+    }
+    safetensors.save_file(tensors, path)
+    jax.tree.map(np.testing.assert_array_equal, _params(tmp_path), params)
+    safetensors.save_file(tensors | {prefix.format(3, "v_norm"): of_own["k_norm"]}, path)
+    with pytest.raises(BadCheckpoint, match=r"layers\.3\.self_attn\.v_norm\.weight', which a"):
+        _params(tmp_path)

@@ -202,6 +202,15 @@ CASES = {
         },
         "bfloat16",
     ),
+    "gemma4, shared keys": (
+        "Gemma4Text",
+        SHAPE
+        | GEMMA4
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        | {"layer_types": GEMMA4["layer_types"] * 2, "num_key_value_heads": 1}
+        | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 512},
+        "bfloat16",
+    ),
     "gpt-oss": (
         "GptOss",
         SHAPE

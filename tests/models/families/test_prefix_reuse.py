@@ -24,6 +24,7 @@ PLAIN = (
     "cohere2",
     "exaone4",
     "gemma",
+    "gemma4-e2b",
     "granite",
     "mistral3",
     "olmo2",

@@ -1,6 +1,7 @@
 """The config.json of families with windows: what Transformers has written, what is assumed, what is refused."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,24 @@ GEMMA_4 = {
     "use_double_wide_mlp": False,
     "vocab_size": 262144,
     "vocab_size_per_layer_input": 262144,
+}
+GEMMA_4_E2B = GEMMA_4 | {
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "moe_intermediate_size": None,
+    "num_attention_heads": 8,
+    "num_experts": None,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "sliding_window": 512,
+    "top_k_experts": None,
+    "use_double_wide_mlp": True,
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -224,8 +243,55 @@ def test_keys_that_gemma_4_leaves_out_mean_what_transformers_assumes():
     assert read_config(sparse | {"hidden_size_per_layer_input": 0}) == read_config(full)
     null = sparse | {"hidden_size_per_layer_input": 0, "rope_parameters": None}
     assert read_config(null) == read_config(full)
-    with pytest.raises(UnknownConfig, match="hidden_size_per_layer_input = 256; embeddings of"):
-        read_config(sparse)
+    assert read_config(sparse).layer_embedding_size == 256
+    null = sparse | {"hidden_size_per_layer_input": None, "num_kv_shared_layers": None}
+    assert read_config(null) == read_config(full)
+
+
+def test_last_layers_of_gemma_4_take_keys_of_the_last_ones_before_them_of_their_kind():
+    config = read_config(GEMMA_4_E2B)
+    assert config.layer_embedding_size == 256
+    # Before them are 15 layers, of which the last has no window.
+    assert config.key_owners == (*range(15), *((13,) * 4 + (14,)) * 4)
+    own = [("attention", "gated")] * 4 + [("global_attention", "gated")]
+    shared = [("kv_shared_attention", "double_gated")] * 4
+    shared += [("kv_shared_global_attention", "double_gated")]
+    assert config.pattern == (*own * 3, *shared * 4)
+    plain = read_config(GEMMA_4_E2B | {"use_double_wide_mlp": False})
+    assert {feed_forward for _, feed_forward in plain.pattern} == {"gated"}
+    assert read_config(GEMMA_4_E2B | {"num_kv_shared_layers": 0}).key_owners == ()
+
+
+def test_keys_are_shared_with_an_earlier_layer_that_has_its_own_and_the_same_window():
+    config = read_config(GEMMA_4_E2B)
+    assert (config.key_owner(14), config.key_owner(34)) == (14, 14)
+    with pytest.raises(
+        ValueError, match="layer 15 attends to keys of layer 15, and its blocks are kv"
+    ):
+        replace(config, key_owners=())
+    with pytest.raises(
+        ValueError, match="layer 1 attends to keys of layer 0, and its blocks are att"
+    ):
+        replace(config, key_owners=(0, 0, *config.key_owners[2:]))
+    for layer, owner in ((34, 13), (34, 29), (15, 14)):
+        owners = list(config.key_owners)
+        owners[layer] = owner
+        with pytest.raises(
+            ValueError, match=f"key_owners: layer {layer} must .* got layer {owner}"
+        ):
+            replace(config, key_owners=tuple(owners))
+    other = [*config.pattern]
+    other[34] = ("kv_shared_attention", "gated")
+    with pytest.raises(
+        ValueError, match="whose blocks are global_attention, gated, and needs attention"
+    ):
+        replace(config, pattern=tuple(other))
+    with pytest.raises(ValueError, match="keys have no qkv_bias, sinks; leave key_owners empty"):
+        replace(config, qkv_bias=True, sinks=True)
+    with pytest.raises(ValueError, match="key_owners must be an int in"):
+        replace(config, key_owners=(1, *config.key_owners[1:]))
+    with pytest.raises(ValueError, match="one entry per layer"):
+        replace(config, key_owners=(0,))
 
 
 def test_gpt_oss_as_its_makers_wrote_it_is_read():
@@ -261,7 +327,14 @@ def test_gpt_oss_as_its_makers_wrote_it_is_read():
         (GPT_OSS, {"swiglu_limit": 3.0}, "swiglu_limit = 3.0"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token = 2"),
         (GPT_OSS, {"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'"),
-        (GEMMA_4, {"num_kv_shared_layers": 20}, "num_kv_shared_layers = 20"),
+        (GEMMA_4_E2B, {"num_kv_shared_layers": 35}, "= 35, which leaves no layer without a"),
+        (GEMMA_4_E2B, {"num_kv_shared_layers": 33}, "= 33, which leaves no layer without a"),
+        (GEMMA_4_E2B, {"vocab_size_per_layer_input": 262000}, "per_layer_input = 262000 and"),
+        (
+            GEMMA_4,
+            {"num_kv_shared_layers": 12, "use_double_wide_mlp": True},
+            "use_double_wide_mlp and enable_moe_block",
+        ),
         (GEMMA_4, {"use_bidirectional_attention": "all"}, "only causal attention"),
         (GEMMA_4, {"attention_bias": True}, "attention_bias = True"),
         (GEMMA_4, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling = "),

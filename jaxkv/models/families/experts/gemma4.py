@@ -1,6 +1,10 @@
-"""Gemma 4 (Google), 26B-A4B and 31B: wider heads without a window, and experts beside a dense feed-forward."""
+"""Gemma 4 (Google): wider heads without a window, and in 26B-A4B experts beside a dense feed-forward.
+
+E2B and E4B have embeddings of each layer, and their last layers attend to keys and values of earlier ones.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jaxkv.config.blocks import MAX_EXPERTS, GlobalAttentionConfig, MixtureConfig, Multipliers
 from jaxkv.config.model import ModelConfig
@@ -22,25 +26,26 @@ from jaxkv.weights.rule_parts import (
     gated,
     gated_experts,
     global_attention,
+    kv_shared_attention,
     layer_rule,
     post_norms,
 )
+from jaxkv.weights.rules import Rule
 from jaxkv.wording import shown
 
-_POSITIONS = 131072
+_POSITIONS, _VOCAB = 131072, 262144
 _FULL_EVERY = 6
 _ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default"},
 }
-_EMBEDDED = "hidden_size_per_layer_input"
+_BESIDE = "dense_and_mixture"
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "gemma4_text"."""
     ropes = raw.get("rope_parameters") or _ROPES
-    keys = ConfigJson({_EMBEDDED: 256, **raw, "rope_parameters": ropes})
-    _refuse_small_models(keys)
+    keys = ConfigJson({**raw, "rope_parameters": ropes})
     # Transformers reads rope_parameters alone.
     require(keys, "gemma4_text", attention_bias=False, rope_scaling=None)
     if keys.take("use_bidirectional_attention", None) not in (None, "vision"):
@@ -48,8 +53,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             "config.json sets use_bidirectional_attention = "
             f"{shown(keys.take('use_bidirectional_attention'))}; only causal attention is supported"
         )
-    # Of models with embeddings or keys that layers share, and of training.
-    keys.ignore("vocab_size_per_layer_input use_double_wide_mlp expert_intermediate_size")
+    # Transformers does not read it.
+    keys.ignore("expert_intermediate_size")
     windows = _windows(keys)
     sizes = _global_sizes(keys, windows)
     full, windowed = read_ropes(
@@ -61,7 +66,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         window_theta=1e4,
     )
     mixture = _mixture(keys)
-    feed_forward = "gated" if mixture is None else "dense_and_mixture"
+    key_owners = _key_owners(keys, windows)
     return read_llama_like(
         keys,
         "gemma4_text",
@@ -76,15 +81,14 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         activation="gelu_pytorch_tanh",
         tied=True,
         global_attention=sizes,
-        pattern=tuple(
-            ("global_attention" if reach is None else "attention", feed_forward)
-            for reach in windows
-        ),
+        pattern=_pattern(keys, windows, key_owners, has_experts=mixture is not None),
+        key_owners=key_owners,
         mixture=mixture,
         qk_norm=True,
         value_norm=True,
         wide_norms=True,
         post_norms=True,
+        layer_embedding_size=_layer_embedding_size(keys),
         layer_scalars=True,
         attention_scale=1.0,
         logit_cap=take_nullable_float(keys, "final_logit_softcapping", None),
@@ -92,14 +96,66 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     )
 
 
-def _refuse_small_models(keys: ConfigJson) -> None:
-    """Raises `UnknownConfig` for Gemma 4 E2B and E4B."""
-    for name in (_EMBEDDED, "num_kv_shared_layers"):
-        if keys.take(name, 0) not in (0, None):
-            raise UnknownConfig(
-                f"config.json sets {name} = {shown(keys.take(name))}; embeddings of each layer, and layers that share "
-                "keys (Gemma 4 E2B and E4B) are not supported: take Gemma 4 26B-A4B or 31B, where both are 0"
-            )
+def _layer_embedding_size(keys: ConfigJson) -> int:
+    """Reads the width of each layer's embeddings; 0 for none, as in 26B-A4B and 31B."""
+    size = _take_count(keys, "hidden_size_per_layer_input", 256)
+    vocab_size = keys.take_int("vocab_size")
+    own = keys.take_int("vocab_size_per_layer_input", _VOCAB, high=2**24)
+    if size and own != vocab_size:
+        raise UnknownConfig(
+            f"config.json sets vocab_size_per_layer_input = {own} and vocab_size = {vocab_size}; for gemma4_text, only "
+            "tables of the same ids are supported"
+        )
+    return size
+
+
+def _take_count(keys: ConfigJson, name: str, default: int) -> int:
+    """Returns a number that may be 0, as null is."""
+    if keys.take(name, default) is None:
+        return 0
+    return keys.take_int(name, default, low=0, high=2**16)
+
+
+def _key_owners(keys: ConfigJson, windows: Sequence[int | None]) -> tuple[int, ...]:
+    """Returns the layer whose keys each layer attends to; () if each has its own.
+
+    The last `num_kv_shared_layers` layers take those of the last layer before them with the same window.
+    """
+    count = _take_count(keys, "num_kv_shared_layers", 0)
+    own = windows[: max(0, len(windows) - count)]
+    lacking = {*windows} - {*own}
+    if lacking:
+        kind = "without" if None in lacking else "with"
+        raise UnknownConfig(
+            f"config.json sets num_kv_shared_layers = {count}, which leaves no layer {kind} a window before them whose "
+            "keys they could take; give fewer"
+        )
+    last = {reach: layer for layer, reach in enumerate(own)}
+    shared = tuple(last[reach] for reach in windows[len(own) :])
+    return (*range(len(own)), *shared) if count else ()
+
+
+def _pattern(
+    keys: ConfigJson,
+    windows: Sequence[int | None],
+    key_owners: Sequence[int],
+    *,
+    has_experts: bool,
+) -> tuple[tuple[str, str], ...]:
+    """Returns the blocks of each layer; those with shared keys may have a feed-forward of twice the width."""
+    has_double = keys.take_bool("use_double_wide_mlp", False)
+    if has_double and has_experts and key_owners:
+        raise UnknownConfig(
+            "config.json sets use_double_wide_mlp and enable_moe_block; for gemma4_text, only one of them is "
+            "supported"
+        )
+    layers = []
+    for layer, reach in enumerate(windows):
+        is_shared = bool(key_owners) and key_owners[layer] != layer
+        attending = "kv_shared_" * is_shared + "global_" * (reach is None) + "attention"
+        plain = "double_gated" if has_double and is_shared else "gated"
+        layers.append((attending, _BESIDE if has_experts else plain))
+    return tuple(layers)
 
 
 def _windows(keys: ConfigJson) -> tuple[int | None, ...]:
@@ -160,7 +216,6 @@ def _mixture(keys: ConfigJson) -> MixtureConfig | None:
     )
 
 
-_BESIDE = "dense_and_mixture"
 _FEED_FORWARD = f"{LAYER}mlp"
 _NORMS = {
     "dense_post_norm": "post_feedforward_layernorm_1.weight",
@@ -170,18 +225,43 @@ _NORMS = {
     "expert_scales": "router.per_expert_scale",
 }
 
+_OF_LAYERS = {
+    "layer_embed": "embed_tokens_per_layer.weight",
+    "layer_embed_in": "per_layer_model_projection.weight",
+    "layer_embed_norm": "per_layer_projection_norm.weight",
+}
+_IN_LAYERS = {
+    "layer_gate": "per_layer_input_gate.weight",
+    "layer_out": "per_layer_projection.weight",
+    "layer_out_norm": "post_per_layer_input_norm.weight",
+}
+_EMBEDDED = ("has_layer_embeddings", True)
+_ATTENTION = f"{LAYER}self_attn"
+_KV_SHARED = ("kv_shared_attention", "kv_shared_global_attention")
+
 _RULES = llama_rules(
     post_norms(
         f"{LAYER}post_attention_layernorm.weight", f"{LAYER}post_feedforward_layernorm.weight"
     ),
-    *attention(f"{LAYER}self_attn"),
-    *global_attention(f"{LAYER}self_attn"),
+    *attention(_ATTENTION),
+    *global_attention(_ATTENTION),
+    *(rule for block in _KV_SHARED for rule in kv_shared_attention(_ATTENTION, block)),
     *gated(_FEED_FORWARD),
+    *gated(_FEED_FORWARD, block="double_gated", size="double_ffn_size"),
     *gated(_FEED_FORWARD, block=_BESIDE),
     *gated_experts(LAYER.removesuffix("."), router="router.proj.weight", block=_BESIDE),
     *(layer_rule(leaf, name, block=_BESIDE, prefix=LAYER) for leaf, name in _NORMS.items()),
+    *(Rule(leaf, (f"model.{name}",), when=_EMBEDDED) for leaf, name in _OF_LAYERS.items()),
+    *(layer_rule(leaf, name, prefix=LAYER, when=_EMBEDDED) for leaf, name in _IN_LAYERS.items()),
     layer_rule("layer_scalar", "layer_scalar", prefix=LAYER),
     norm_names=("input_layernorm", "pre_feedforward_layernorm"),
 )
 
-FAMILY = Family("gemma4_text", from_hf, _RULES)
+# Checkpoints may hold keys and values of these layers too; Transformers ignores the same names.
+_UNUSED = tuple(
+    (block, rf"model\.layers\.{{layer}}\.self_attn\.({part})\.weight")
+    for block in _KV_SHARED
+    for part in ("k_proj", "v_proj", "k_norm")
+)
+
+FAMILY = Family("gemma4_text", from_hf, replace(_RULES, unused=_UNUSED))
