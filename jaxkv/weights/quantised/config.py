@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxkv.errors import UnknownConfig
-from jaxkv.weights.quantised.scheme import Scheme
+from jaxkv.weights.quantised.scheme import Reader, Scheme
 from jaxkv.wording import clip
 
 _INSTEAD = (
-    "jaxkv reads compressed-tensors, block fp8, ModelOpt fp8, fbgemm_fp8, GPTQ, AWQ and MXFP4 experts: take a "
+    "jaxkv reads compressed-tensors, block fp8, ModelOpt's FP8 and NVFP4, fbgemm_fp8, GPTQ, AWQ and MXFP4: take a "
     "checkpoint in one of these, or the one that is not quantised with quantization='fp8', 'int8' or 'int4'"
 )
 
@@ -259,10 +259,53 @@ def _fbgemm(settings: _Settings) -> Scheme:
     return _e4m3("fbgemm_fp8", settings.names("modules_to_not_convert"))
 
 
+_MODELOPT: Mapping[str, tuple[Reader, str, int | None]] = {
+    "FP8": ("eight_bit", "float8_e4m3fn", None),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("eight_bit", "float8_e4m3fn", None),
+    "NVFP4": ("packed_floats", "float4_e2m1fn", 16),
+    "W4A16_NVFP4": ("packed_floats", "float4_e2m1fn", 16),
+}
+"""`quant_algo` of ModelOpt -> the form of its tensors, and `code` and `group` of `Scheme`."""
+
+_MIXED = "MIXED_PRECISION"
+"""`quant_algo` of a checkpoint whose `quantized_layers` have algorithms of their own."""
+
+
 def _modelopt(settings: _Settings) -> Scheme:
-    settings.expect("quant_algo", ("FP8",))
-    settings.reject_others({"quant_algo", "config_groups", "exclude_modules", "ignore"})
-    return _e4m3("ModelOpt FP8", settings.names("ignore", "exclude_modules"))
+    settings.expect("quant_algo", (*_MODELOPT, _MIXED))
+    found = [str(settings.get("quant_algo"))]
+    own = {"quant_algo", "config_groups", "exclude_modules", "ignore", "group_size"}
+    if found == [_MIXED]:
+        own.add("quantized_layers")
+        found = _algorithms_of_layers(settings)
+    settings.reject_others(own)
+    # Most weights of a mixed checkpoint have the fewest bits, and float4_e2m1fn sorts before float8_e4m3fn.
+    forms = sorted((_MODELOPT[one] for one in found), key=lambda form: form[1])
+    _, code, group = forms[0]
+    readers: dict[Reader, None] = dict.fromkeys(reader for reader, _, _ in forms)
+    return Scheme(
+        f"ModelOpt {' and '.join(found)}",
+        tuple(readers),
+        code,
+        group,
+        ignored=settings.names("ignore", "exclude_modules"),
+        rounds_rows=any(code == "float8_e4m3fn" for _, code, _ in forms),
+    )
+
+
+def _algorithms_of_layers(settings: _Settings) -> list[str]:
+    """Returns the algorithms of a mixed checkpoint; its tensors tell which one a layer has."""
+    layers = settings.get("quantized_layers", {})
+    inner = [
+        _Settings(layer, f"{settings.place}: quantized_layers of {clip(repr(name), 80)}")
+        for name, layer in (layers.items() if isinstance(layers, Mapping) else ())
+        if isinstance(layer, Mapping)
+    ]
+    if not inner:
+        raise UnknownConfig(f"{settings.place} is MIXED_PRECISION and lacks quantized_layers")
+    for layer in inner:
+        layer.expect("quant_algo", tuple(_MODELOPT))
+    return sorted({str(layer.get("quant_algo")) for layer in inner})
 
 
 def _e4m3(name: str, ignored: tuple[str, ...]) -> Scheme:
@@ -310,18 +353,23 @@ def _auto_round(settings: _Settings) -> Scheme:
     return _gptq(settings)
 
 
-_COMPRESSED = {
-    "pack-quantized": "packed_rows",
-    "int-quantized": "eight_bit",
-    "float-quantized": "eight_bit",
-    "naive-quantized": "eight_bit",
+_COMPRESSED: Mapping[str, tuple[Reader, tuple[tuple[int, str], ...]]] = {
+    "pack-quantized": ("packed_rows", ((4, "int"), (8, "int"))),
+    "int-quantized": ("eight_bit", ((8, "int"), (8, "float"))),
+    "float-quantized": ("eight_bit", ((8, "int"), (8, "float"))),
+    "naive-quantized": ("eight_bit", ((8, "int"), (8, "float"))),
+    "nvfp4-pack-quantized": ("packed_floats", ((4, "float"),)),
+    "mxfp4-pack-quantized": ("packed_floats", ((4, "float"),)),
 }
-"""Format of compressed-tensors -> the form of its tensors."""
+"""Format of compressed-tensors -> the form of its tensors, and the numbers that it has: bits and type."""
+
+_PER_GROUP = "mixed-precision"
+"""The format of a checkpoint whose `config_groups` have formats of their own."""
 
 
 def _compressed(settings: _Settings) -> Scheme:
     form = settings.get("format")
-    if not isinstance(form, str) or form not in _COMPRESSED:
+    if not isinstance(form, str) or form not in (*_COMPRESSED, _PER_GROUP):
         raise UnknownConfig(
             f"{settings.place} sets quant_method = 'compressed-tensors' in the format {clip(repr(form), 80)}; "
             f"{_INSTEAD}"
@@ -338,13 +386,14 @@ def _compressed(settings: _Settings) -> Scheme:
     if not schemes:
         raise UnknownConfig(f"{settings.place} lacks config_groups")
     found = [_compressed_group(settings, form, group) for group in schemes]
-    code, group, block = found[0]
+    code, group, _ = found[0]
+    block = next((block for _, _, block in found if block is not None), None)
     name = f"compressed-tensors {form} ({code})"
     # A group may have a form of its own.
-    readers = ("packed_rows", "eight_bit")
+    readers: dict[Reader, None] = dict.fromkeys(reader for reader, _ in _COMPRESSED.values())
     return Scheme(
         name,
-        readers,
+        tuple(readers),
         code,
         group,
         block,
@@ -361,23 +410,24 @@ def _compressed_group(
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         raise UnknownConfig(f"{place} has a group without weights")
-    own = group.get("format")
-    if own is not None and own not in _COMPRESSED:
+    own = group.get("format") or form
+    if not isinstance(own, str) or own not in _COMPRESSED:
         raise UnknownConfig(f"{place} has the format {clip(repr(own), 80)}; {_INSTEAD}")
     inner = _Settings(weights, f"{place}: weights")
-    packed = (own or form) == "pack-quantized"
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
-    if bits == 4 and group.get("input_activations") is not None:
+    if (bits, kind) == (4, "int") and group.get("input_activations") is not None:
         raise UnknownConfig(
             f"{place} quantises weights to 4 bits and activations too (W4A8); {_INSTEAD}"
         )
-    if (bits, kind) not in (((4, "int"), (8, "int")) if packed else ((8, "int"), (8, "float"))):
+    if (bits, kind) not in _COMPRESSED[own][1]:
         raise UnknownConfig(
             f"{place} has weights of {clip(repr(bits), 20)} bits of type {clip(repr(kind), 20)} in the format "
-            f"{own or form!r}; {_INSTEAD}"
+            f"{own!r}; {_INSTEAD}"
         )
-    inner.expect("strategy", (None, "tensor", "channel", "group", "block"))
     inner.expect("dynamic", (None, False))
+    if bits == 4 and kind == "float":
+        return "float4_e2m1fn", 32 if own.startswith("mx") else 16, None
+    inner.expect("strategy", (None, "tensor", "channel", "group", "block"))
     block = None
     if weights.get("strategy") == "block":
         block = _block(weights.get("block_structure"), f"{place}: block_structure")

@@ -4,7 +4,14 @@ import re
 from collections.abc import Mapping
 
 from jaxkv.errors import BadCheckpoint
-from jaxkv.weights.quantised import awq, eight_bit, gptq, mxfp4, packed_rows
+from jaxkv.weights.quantised import (
+    awq,
+    eight_bit,
+    gptq,
+    mxfp4,
+    packed_floats,
+    packed_rows,
+)
 from jaxkv.weights.quantised.quantised_tensor import QuantisedTensor
 from jaxkv.weights.quantised.scheme import Scheme
 from jaxkv.weights.safetensors import StoredTensor
@@ -15,11 +22,12 @@ _READERS = {
     "eight_bit": eight_bit.read,
     "gptq": gptq.read,
     "mxfp4": mxfp4.read,
+    "packed_floats": packed_floats.read,
     "packed_rows": packed_rows.read,
 }
 
 _OF_ACTIVATIONS = re.compile(
-    r".*\.(input_scale|input_scale_ub|input_zero_point|output_scale|output_zero_point|[qkv]_scale|[qkv]_zero_point"
+    r".*\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|output_scale|output_zero_point|[qkv]_scale|[qkv]_zero_point"
     r"|(k_proj|v_proj)\.output_scale)"
 )
 """Names of the scales of activations and of keys and values, which are not quantised by them here."""

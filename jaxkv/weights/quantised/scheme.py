@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Reader = Literal["eight_bit", "packed_rows", "awq", "gptq", "mxfp4"]
+Reader = Literal["eight_bit", "packed_floats", "packed_rows", "awq", "gptq", "mxfp4"]
 """A format of tensors, which the module of that name in `jaxkv.weights.quantised` reads."""
 
 _MOST_REPEATS = 6

@@ -158,6 +158,45 @@ def eight_bit(
     return File(config, tensors, means)
 
 
+def packed_floats(rows, columns, *, form, seed=0):
+    """NVFP4 of ModelOpt ("modelopt") or compressed-tensors ("nvfp4"), or MXFP4 of compressed-tensors ("mxfp4").
+
+    A code is a sign, two bits of an exponent whose bias is 1, and one of a mantissa (OCP Microscaling Formats 1.0).
+    """
+    draw = np.random.default_rng(seed)
+    octets = draw.integers(0, 256, (rows, columns // 2)).astype(np.uint8)
+    group = 32 if form == "mxfp4" else 16
+    shape, whole = (rows, columns // group), np.float32(draw.uniform(0.001, 0.01))
+    codes = "a.weight" if form == "modelopt" else "a.weight_packed"
+    if form == "mxfp4":
+        scales = draw.integers(0, 250, shape).astype(np.uint8)
+        tensors = {}
+    else:
+        scales = draw.integers(0, 127, shape).astype(np.uint8).view(E4M3)
+        name = "a.weight_scale_2" if form == "modelopt" else "a.weight_global_scale"
+        tensors = {name: whole if form == "modelopt" else 1 / whole[None]}
+    tensors |= {codes: octets, "a.weight_scale": scales}
+    means = np.zeros((rows, columns), np.float32)
+    for row, column in np.ndindex(rows, columns):
+        code = int(octets[row, column // 2]) >> 4 * (column % 2) & 15
+        exponent, mantissa = code >> 1 & 3, code & 1
+        number = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
+        scale = scales[row, column // group]
+        if form == "mxfp4":
+            scale = np.ldexp(1.0, int(scale) - 127)
+        elif form == "modelopt":
+            scale = product(scale, whole)
+        else:
+            scale = np.float32(scale) / tensors["a.weight_global_scale"][0]
+        means[row, column] = product(-number if code > 7 else number, scale)
+    if form == "modelopt":
+        return File({"quant_method": "modelopt", "quant_algo": "NVFP4"}, tensors, means)
+    weights = {"num_bits": 4, "type": "float", "group_size": group, "symmetric": True}
+    weights |= {"strategy": "group" if form == "mxfp4" else "tensor_group"}
+    config = {"quant_method": "compressed-tensors", "format": f"{form}-pack-quantized"}
+    return File(config | {"config_groups": {"x": {"weights": weights}}}, tensors, means)
+
+
 FILES = {
     "packed-4": packed(13, 96),
     "packed-4-zeros": packed(13, 96, zeros=True, scale=np.dtype(np.float16)),
@@ -185,6 +224,12 @@ FILES = {
     "fp8-block-scale": eight_bit(70, 160, block=(32, 64)),
     "int8-row": eight_bit(9, 40, dtype=np.dtype(np.int8), shape=(9, 1)),
     "int8-zeros": eight_bit(9, 40, dtype=np.dtype(np.int8), shape=(9, 1), zeros=True),
+    "nvfp4-modelopt": packed_floats(9, 96, form="modelopt"),
+    "nvfp4": packed_floats(9, 96, form="nvfp4"),
+    "mxfp4": packed_floats(9, 96, form="mxfp4"),
 }
-WIDE = ("packed-8-zeros", "gptq-8-zeros", "int8-zeros")
-"""Files whose weights are widened, since zero points of 8 bits have no place in `FewBits`."""
+WIDE = {
+    **dict.fromkeys(("packed-8-zeros", "gptq-8-zeros", "int8-zeros"), "zero points"),
+    **dict.fromkeys(("nvfp4-modelopt", "nvfp4"), "scales are of 16 columns"),
+}
+"""Files whose weights are widened -> what `FewBits` has no place for, or the kernels do not take."""

@@ -24,6 +24,9 @@ def compressed(form, weights, *, activations=None, **more):
     return said | {"ignore": ["lm_head"], "quantization_status": "compressed"} | more
 
 
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+LAYERS = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -49,6 +52,16 @@ TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
         ),
         ({"quant_algo": "FP8", "ignore": ["lm_head"]}, "float8_e4m3fn", None, None),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}, "float4_e2m1fn", 32, None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "float4_e2m1fn", 16, None),
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "float8_e4m3fn", None, None),
+        (MIXED, "float4_e2m1fn", 16, None),
+        (compressed("nvfp4-pack-quantized", FP4, activations=FP4), "float4_e2m1fn", 16, None),
+        (
+            compressed("mxfp4-pack-quantized", FP4 | {"strategy": "group", "group_size": 32}),
+            "float4_e2m1fn",
+            32,
+            None,
+        ),
         (GPTQ, "int4", 128, None),
         (GPTQ | {"bits": 8, "group_size": -1}, "int8", None, None),
         (AWQ, "int4", 128, None),
@@ -94,6 +107,9 @@ def in_fp8(weights, activations, *more):
         ({"quant_method": "fp8", "activation_scheme": "static"}, True),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, True),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+        (MIXED, True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, False),
+        (compressed("nvfp4-pack-quantized", FP4, activations=FP4), False),
         (in_fp8(FLOAT8, TOKENS), True),
         (in_fp8(FLOAT8 | {"strategy": "tensor"}, PER_TENSOR), True),
         (in_fp8(FLOAT8, TOKENS, (FLOAT8, PER_TENSOR)), True),
@@ -121,6 +137,21 @@ def test_activations_are_rounded_if_all_are_said_to_be_in_fp8_by_token_or_matrix
     assert scheme.rounds_rows is rounds
 
 
+def test_groups_of_compressed_tensors_may_have_formats_of_their_own():
+    """As RedHat's files have them: block fp8 beside NVFP4."""
+    groups = {
+        "a": {"format": "float-quantized", "weights": BLOCKS, "input_activations": OF_GROUPS},
+        "b": {"format": "nvfp4-pack-quantized", "weights": FP4, "input_activations": FP4},
+    }
+    for named in (groups, dict(reversed(groups.items()))):
+        said = compressed("mixed-precision", FP4) | {"config_groups": named}
+        scheme = read_quantised({"quantization_config": said})
+        assert scheme is not None
+        assert scheme.block == (128, 128)
+        assert {"eight_bit", "packed_floats"} <= {*scheme.readers}
+        assert not scheme.rounds_rows
+
+
 def test_the_key_of_older_files_is_read_too():
     said = compressed("pack-quantized", INT4)
     del said["quant_method"]
@@ -144,8 +175,17 @@ def test_the_key_of_older_files_is_read_too():
                     "'bitsandbytes' with 4 bits; jaxkv reads",
                 ),
                 (
-                    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-                    "quant_algo = 'NVFP4'; supported: 'FP8'",
+                    {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+                    "quant_algo = 'NVFP4_AWQ'; supported: 'FP8', .*'NVFP4'",
+                ),
+                (MIXED | {"quantized_layers": {}}, "lacks quantized_layers"),
+                (
+                    MIXED | {"quantized_layers": LAYERS | {"c": {"quant_algo": "MXFP8"}}},
+                    "quantized_layers of 'c' sets quant_algo = 'MXFP8'",
+                ),
+                (
+                    {"quant_algo": "NVFP4", "quantized_layers": LAYERS},
+                    "'quantized_layers' = .* not supported",
                 ),
                 ({"quant_method": "hqq"}, "'hqq'.*quantization='fp8'"),
                 ({"bits": 4}, "None, in the form of MLX"),
@@ -164,7 +204,9 @@ def test_the_key_of_older_files_is_read_too():
                 (GPTQ | {"group_size": 0}, "group_size must be -1 or an integer"),
                 (AWQ | {"version": "gemv"}, "version = 'gemv'; supported: 'gemm'"),
                 (AWQ | {"zero_point": False}, "zero_point = False"),
-                (compressed("nvfp4-pack-quantized", INT4), "in the format 'nvfp4-pack-quantized'"),
+                (compressed("nvfp4-pack-quantized", INT4), "'int' in the format 'nvfp4-pack-quant"),
+                (compressed("pack-quantized", FP4), "'float' in the format 'pack-quantized'"),
+                (compressed("mixed-precision", FP4), "has the format 'mixed-precision'"),
                 (compressed("marlin-24", INT4), "'marlin-24'"),
                 (compressed("pack-quantized", INT4, activations=TOKENS), "W4A8"),
                 (compressed("pack-quantized", INT4 | {"num_bits": 3}), "weights of 3 bits"),
@@ -199,8 +241,8 @@ def test_any_other_format_is_refused_by_name_and_in_one_line(raw, told):
     [
         (
             "hf_quant_config.json",
-            {"quantization": {"quant_algo": "NVFP4"}},
-            "sets quant_algo = 'NVFP4'",
+            {"quantization": {"quant_algo": "W4A8_AWQ"}},
+            "sets quant_algo = 'W4A8_AWQ'",
         ),
         ("hf_quant_config.json", {"strange": 1}, "lacks the format"),
         ("hf_quant_config.json", {"quantization": {"kv_cache_quant_algo": "FP8"}}, None),

@@ -13,7 +13,7 @@ from jaxkv.weights.safetensors import open_checkpoint
 from jaxkv.weights.staging import fill_leaves
 from jaxkv.weights.stored_leaf import Arrangement, LeafPlan
 from tests.weights.quantised import definitions
-from tests.weights.quantised.definitions import FILES, WIDE, File
+from tests.weights.quantised.definitions import BF16, FILES, WIDE, File
 
 
 def opened(directory, kit, file):
@@ -69,7 +69,8 @@ def test_each_number_is_the_one_that_the_definition_gives(tmp_path, kit, name):
             np.testing.assert_array_equal(got.reshape(count, -1), file.means[first : first + count])
         few = in_few_bits(weight)
     if name in WIDE:
-        assert few == f"its zero points are of {weight.code}"
+        assert isinstance(few, str)
+        assert WIDE[name] in few
         return
     assert few.shape == file.means.shape
     np.testing.assert_array_equal(meant(few), file.means)
@@ -169,7 +170,14 @@ def with_one(array, value, at):
     return array
 
 
+def without(file, name):
+    return file._replace(
+        tensors={other: array for other, array in file.tensors.items() if other != name}
+    )
+
+
 GPTQ, PACKED, AWQ = FILES["gptq-4"], FILES["packed-4-zeros"], FILES["awq"]
+MODELOPT, NVFP4, MXFP4 = FILES["nvfp4-modelopt"], FILES["nvfp4"], FILES["mxfp4"]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +199,18 @@ GPTQ, PACKED, AWQ = FILES["gptq-4"], FILES["packed-4-zeros"], FILES["awq"]
         (changed(AWQ, "a.qzeros", lambda a: a[:-1]), r"'a.qzeros' is I32 \[2, 2\]"),
         (changed(AWQ, "a.scales", lambda a: a[:2]), "'a.(scales|qzeros)'"),
         (changed(FILES["fp8-row"], "a.weight_scale", lambda a: a[:-1]), r"F32 \[8, 1\]"),
+        (changed(MODELOPT, "a.weight", lambda a: a[None]), "of 4 bits has shape .* two axes"),
+        (changed(MODELOPT, "a.weight", lambda a: a[:, 8:]), r"wanted F8_E4M3 \[9, 5\]"),
+        (changed(MODELOPT, "a.weight_scale", lambda a: a[:, :3]), r"wanted F8_E4M3 \[9, 6\]"),
+        (changed(MODELOPT, "a.weight_scale", lambda a: a.view(np.uint8)), "is U8"),
+        (without(MODELOPT, "a.weight_scale_2"), "there is no 'a.weight_scale_2'"),
+        (changed(MODELOPT, "a.weight_scale_2", lambda a: a * np.inf), "is inf, wanted a finite"),
+        (changed(MODELOPT, "a.weight_scale_2", lambda a: np.ones(9, np.float32)), r"F32 \[9\]"),
+        (without(NVFP4, "a.weight_global_scale"), "there is no 'a.weight_global_scale'"),
+        (changed(NVFP4, "a.weight_global_scale", lambda a: 0 * a), "is 0.0, .* other than 0"),
+        (changed(NVFP4, "a.weight_global_scale", lambda a: a.astype(BF16)), "is BF16"),
+        (changed(MXFP4, "a.weight_scale", lambda a: a[:, :2]), r"wanted U8 or F8_E8M0 \[9, 3\]"),
+        (changed(MXFP4, "a.weight_scale", lambda a: with_one(a, 255, 5)), "holds a NaN"),
     ],
 )
 def test_malformed_tensors_are_refused_by_name(tmp_path, kit, file, told):
@@ -198,8 +218,27 @@ def test_malformed_tensors_are_refused_by_name(tmp_path, kit, file, told):
         in_few_bits(weight_of(stored, file))
 
 
+@pytest.mark.parametrize("form", ["modelopt", "nvfp4"])
+def test_a_scale_of_nvfp4_that_is_nan_is_refused(tmp_path, kit, form):
+    file = definitions.packed_floats(4, 32, form=form)
+    scales = file.tensors["a.weight_scale"].view(np.uint8).copy()
+    scales[2, 1] = 0x7F
+    file = file._replace(tensors=file.tensors | {"a.weight_scale": scales.view(definitions.E4M3)})
+    with opened(tmp_path, kit, file) as stored, pytest.raises(BadCheckpoint, match="holds a NaN"):
+        weight_of(stored, file).read(np.empty(4 * 32, np.float32))
+
+
+def test_a_matrix_of_zeros_has_a_scale_of_zero(tmp_path, kit):
+    file = changed(MODELOPT, "a.weight_scale_2", lambda scale: 0 * scale)
+    got = np.ones(file.means.size, np.float32)
+    with opened(tmp_path, kit, file) as stored:
+        weight_of(stored, file).read(got)
+    assert not got.any()
+
+
 def test_scales_of_activations_and_of_keys_and_values_are_left_out(tmp_path, kit):
     file = FILES["fp8-row"]
-    extra = {"a.input_scale": np.ones((), np.float32), "b.k_scale": np.ones((), np.float32)}
+    one = np.ones((), np.float32)
+    extra = {"a.input_scale": one, "a.input_global_scale": one, "b.k_scale": one}
     with opened(tmp_path, kit, file._replace(tensors=file.tensors | extra)) as stored:
         weight_of(stored, file)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import skinny_matmul
-from tests.weights.quantised.definitions import FILES, File
+from tests.weights.quantised.definitions import FILES, File, eight_bit
 from tests.weights.quantised.test_formats import in_few_bits, meant, opened, weight_of
 
 torch = pytest.importorskip("torch")
@@ -65,11 +65,58 @@ def test_weights_packed_by_compressed_tensors(tmp_path, kit, bits, symmetric, or
     np.testing.assert_array_equal(meant(few), file.means)
 
 
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_floats_of_4_bits_packed_by_compressed_tensors(tmp_path, kit, form):
+    library = pytest.importorskip(f"compressed_tensors.compressors.{form}.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressor = getattr(library, f"{form.upper()}PackedCompressor")
+    scheme = quantization.preset_name_to_scheme(f"{form.upper()}A16", ["Linear"])
+    draw, group = torch.Generator().manual_seed(3), scheme.weights.group_size
+    scales = torch.rand((24, 128 // group), generator=draw) * 30 + 1
+    # MXFP4 has powers of two.
+    scales = torch.exp2(scales.log2().round()) if form == "mxfp4" else scales
+    state = {
+        "weight": torch.randn((24, 128), generator=draw),
+        "weight_scale": scales.to(torch.float8_e4m3fn).float(),
+    }
+    if form == "nvfp4":
+        # The library divides in bfloat16, which has all bits of a quotient by a power of two.
+        state["weight_global_scale"] = torch.tensor([32.0])
+    packed = compressor.compress(state, scheme)
+    wanted = compressor.decompress(packed, scheme)["weight"].float()
+    assert wanted.unique().numel() > 8
+    tensors = {
+        f"a.{name}": value.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        if value.dtype == torch.float8_e4m3fn
+        else value.numpy()
+        for name, value in packed.items()
+        if name.startswith("weight_")
+    }
+    file = File(FILES[form].config, tensors, wanted.numpy())
+    with opened(tmp_path, kit, file) as stored:
+        got = np.empty(24 * 128, np.float32)
+        weight_of(stored, file).read(got)
+    np.testing.assert_array_equal(got.reshape(24, 128), file.means)
+
+
+def test_nvfp4_as_modelopt_widens_it():
+    library = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
+    file = FILES["nvfp4-modelopt"]
+    codes, scales = file.tensors["a.weight"], file.tensors["a.weight_scale"]
+    theirs = library.NVFP4QTensor(file.means.shape, torch.float32, torch.from_numpy(codes))
+    wide = theirs.dequantize(
+        scale=torch.from_numpy(scales.view(np.uint8)).view(torch.float8_e4m3fn),
+        double_scale=torch.tensor(file.tensors["a.weight_scale_2"]),
+        block_sizes={-1: 16},
+    )
+    np.testing.assert_array_equal(wide.numpy(), file.means)
+
+
 def test_rows_of_activations_as_compressed_tensors_rounds_those_of_fp8_dynamic(tmp_path, kit):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     library = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     said = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).input_activations
-    file = FILES["fp8-row"]
+    file = eight_bit(9, 128, shape=(9, 1))
     x = np.random.default_rng(3).normal(size=(70, file.means.shape[1])).clip(-3.5, 3.5)
     # Scales that are powers of two leave no rounding of them to differ by.
     x[:, 5] = 3.5

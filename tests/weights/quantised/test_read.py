@@ -14,7 +14,7 @@ from jaxkv.models.registry import build_model, load_config, load_params
 from jaxkv.weights.quantised.config import read_quantised
 from jaxkv.weights.quantised.join_scales import with_scales
 from jaxkv.weights.quantised.scheme import Scheme
-from jaxkv.weights.quantised.weight_forms import is_few_bits
+from jaxkv.weights.quantised.weight_forms import is_few_bits, weight_forms
 from jaxkv.weights.safetensors import open_checkpoint
 from tests.weights.host_memory import fits_in
 
@@ -178,6 +178,69 @@ def test_a_published_gpt_oss_directory_gives_the_logits_of_transformers_own_conv
     assert np.std(wanted) > 0.3
     [got] = Driver(network, params).prefill([tokens])
     np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def in_nvfp4(weight):
+    """Returns the tensors of a matrix as ModelOpt writes them, by the ends of their names, and what they mean."""
+    groups = weight.reshape(len(weight), -1, 16)
+    whole = np.float32(np.abs(weight).max() / (6 * 448))
+    scales = (np.abs(groups).max(axis=2) / 6 / whole).astype(E4M3)
+    each = (scales.astype(np.float32) * whole)[..., None]
+    codes = (groups / np.maximum(each, 1e-30)).astype(ml_dtypes.float4_e2m1fn)
+    means = (codes.astype(np.float32) * each).reshape(weight.shape)
+    octets = codes.reshape(weight.shape).view(np.uint8)
+    packed = octets[:, ::2] & 15 | octets[:, 1::2] << 4
+    return {"": packed, "_scale": scales, "_scale_2": whole}, means
+
+
+@pytest.mark.torch
+def test_a_modelopt_directory_of_nvfp4_and_fp8_gives_the_logits_of_its_dequantised_weights(
+    tmp_path, kit
+):
+    torch = pytest.importorskip("torch")
+    from tests.models.driver import Driver
+    from tests.models.families import cases
+
+    sizes = {"moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    case = cases.Case("Qwen3Moe", cases.QWEN_EXPERTS | sizes)
+    theirs = case.build()
+    theirs.save_pretrained(tmp_path)
+    stored, means, layers = {}, {}, {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        module, kinds = name.removesuffix(".weight"), ("mlp.experts", "self_attn")
+        kind = next((one for one in kinds if one in name and weight.ndim == 2), None)
+        stored[name] = means[name] = weight
+        if kind == "mlp.experts":
+            parts, means[name] = in_nvfp4(weight)
+            stored |= {f"{name}{end}": array for end, array in parts.items()}
+            layers[module] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+        elif kind is not None:
+            numbers, scales, exact = in_blocks(weight, *weight.shape)
+            means[name] = exact.astype(np.float32)
+            stored |= {name: numbers, f"{name}_scale": scales.reshape(())}
+            stored[f"{module}.input_scale"] = np.ones((), np.float32)
+            layers[module] = {"quant_algo": "FP8"}
+    assert len({str(layer) for layer in layers.values()}) == 2
+    write(tmp_path, kit, stored)
+    said = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8"}
+    said = {"quantization": said | {"quantized_layers": layers, "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+
+    network, params = load(tmp_path)
+    forms = weight_forms(params)
+    assert any(form.startswith("float8_e4m3fn per row") for form in forms)
+    assert not any("e2m1" in form for form in forms)
+    plain = tmp_path / "plain"
+    theirs.save_pretrained(plain)
+    save_file(means, plain / "model.safetensors", {"format": "pt"})
+    theirs = (
+        type(theirs).from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    )
+    tokens = case.prompt(40)
+    wanted = cases.logits(theirs, tokens)
+    [got] = Driver(network, params, fresh=True).prefill([tokens])
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+    assert np.std(wanted) > 0.1
 
 
 def read_one(directory, kit, tensors, quantised, name, dtype=np.float32):
