@@ -95,6 +95,26 @@ class Unsupported(ValueError):
     """No implementation can run the given arguments; the message lists every reason."""
 
 
+@contextmanager
+def xla_if(refusal: str | None, *, op: str, implementation: str | None) -> Iterator[str | None]:
+    """Yields the family of ops that one part of a model's layers runs in: XLA, in every family, if there is a refusal.
+
+    Otherwise a model with a few such layers would run all of its layers on XLA.
+
+    Args:
+        refusal: why no kernel takes them; `None` if kernels may.
+        op: what the fallback is counted as.
+        implementation: the model's family; `None`, which is kept, if each op chooses for itself.
+    """
+    if refusal is None or implementation is None:
+        yield implementation
+        return
+    if implementation != "xla" and not is_asking():
+        note_fallback(op, implementation, refusal, "xla")
+    with unasked():
+        yield "xla"
+
+
 def check_kernel(refusal: str | None) -> None:
     """Raises `ValueError` with the reason for which a Mosaic GPU kernel cannot run, unless it is `None`."""
     if refusal is not None:

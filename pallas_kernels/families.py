@@ -6,6 +6,9 @@ FAMILIES = ("mosaic_gpu", "xla", "cudnn", "xla_products")
 WIDEST_HEAD = 256
 """Most components of a head that our attention kernels, and the one that writes rotated keys, take."""
 
+CHANNEL_DECAYS = "there is no kernel for a decay of each component of a key"
+"""Why our kernels of the delta rule refuse Kimi Delta Attention."""
+
 # Family -> the ops whose implementation it fixes. Every other op takes the first implementation that can run.
 _MEMBERS = {
     "mosaic_gpu": {"paged_attention": "mosaic_gpu", "ragged_attention": "mosaic_gpu"},

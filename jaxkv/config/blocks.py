@@ -110,7 +110,7 @@ class Mamba1Config:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
-    """Sizes of a gated delta mixer (Yang et al., Gated Delta Networks).
+    """Sizes of a gated delta mixer (Yang et al., Gated Delta Networks), or of Kimi Delta Attention (Kimi Team, 2025).
 
     Attributes:
         key_heads: heads of queries and keys.
@@ -118,6 +118,8 @@ class DeltaConfig:
         key_dim, value_dim: components per head.
         d_conv: width of the short convolution over queries, keys and values, in tokens.
         chunk_size: tokens of a scan's chunk, counted from the first token of a sequence.
+        gate_rank: of Kimi Delta Attention, the inner size of the projections that make decays and output gates; there a
+            key head serves one value head.
     """
 
     key_heads: int
@@ -126,6 +128,7 @@ class DeltaConfig:
     value_dim: int
     d_conv: int
     chunk_size: int = 64
+    gate_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for sizes out of range or sizes that contradict each other."""
@@ -136,6 +139,12 @@ class DeltaConfig:
             raise ValueError(
                 f"value_heads must be a multiple of key_heads, got {self.value_heads} and {self.key_heads}"
             )
+        if self.gate_rank is not None:
+            check_fields(self, as_int, 1, 2**16, "gate_rank")
+            if self.value_heads != self.key_heads:
+                raise ValueError(
+                    f"with gate_rank, value_heads must be key_heads, got {self.value_heads} and {self.key_heads}"
+                )
 
     @property
     def values_per_key(self) -> int:

@@ -293,6 +293,7 @@ class ModelConfig:
         parts = {
             "mamba2": self.mamba,
             "delta": self.delta,
+            "kimi_delta": self.delta and self.delta.gate_rank,
             "mamba1": self.mamba1,
             "short_conv": self.short_conv,
             "transformer": self.transformer,

@@ -1,7 +1,7 @@
 """Grouped-query attention over pages: fused QKV projection, rotation, cache write, attention, output projection."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from jaxkv.layers.norm import rms_norm, rms_norms
 from jaxkv.layers.rope import Angles, grow, rotate
 from jaxkv.layers.shards import Shards
 from pallas_kernels import page_write, paged_attention, ragged_attention, rotary_write
-from pallas_kernels.dispatch import is_asking, note_fallback, unasked
+from pallas_kernels.dispatch import xla_if
 from pallas_kernels.families import WIDEST_HEAD, member
 from pallas_kernels.formats.quantise import quantise
 
@@ -155,20 +155,12 @@ def attention_to_earlier_keys(
     return run(params["o"], mixed.reshape(len(x), -1))
 
 
-@contextmanager
-def _family_of(head_dim: int, implementation: str | None) -> Iterator[str | None]:
-    """Yields the family that attends with heads of this width: XLA, in every family, for heads too wide for kernels.
-
-    Otherwise a model with a few such layers (Gemma 4) would run all of its layers on XLA.
-    """
-    if head_dim <= WIDEST_HEAD or implementation is None:
-        yield implementation
-        return
-    if implementation != "xla" and not is_asking():
+def _family_of(head_dim: int, implementation: str | None) -> AbstractContextManager[str | None]:
+    """Returns the family that attends with heads of this width; no kernel takes the widest ones (Gemma 4)."""
+    refusal = None
+    if head_dim > WIDEST_HEAD:
         refusal = f"heads have at most {WIDEST_HEAD} components there, got {head_dim}"
-        note_fallback("attention", implementation, refusal, "xla")
-    with unasked():
-        yield "xla"
+    return xla_if(refusal, op="attention", implementation=implementation)
 
 
 def attend_projected(

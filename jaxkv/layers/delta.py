@@ -1,9 +1,10 @@
-"""The gated delta mixer (Yang et al., Gated Delta Networks): projections, short convolution, delta rule, gated norm."""
+"""Gated delta mixers (Yang et al., Gated Delta Networks): projections, short convolution, delta rule, gated norm."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -14,6 +15,8 @@ from jaxkv.layers.linear import Joining, Normed, matmul
 from jaxkv.layers.norm import gated_group_norm
 from jaxkv.layers.recurrence import StateWrite, convolve, recur
 from pallas_kernels import delta_scan, delta_update
+from pallas_kernels.dispatch import xla_if
+from pallas_kernels.families import CHANNEL_DECAYS
 
 
 def gated_delta_mixer(
@@ -52,30 +55,139 @@ def gated_delta_mixer(
     run = partial(matmul, implementation=implementation)
     projected = run(params["delta_in"], x)
     shares, rates = jnp.split(run(params["delta_gates"], x), 2, axis=1)
-    convolved, conv = convolve(
-        params, layer_cache, projected, batch, tables, writes=writes, implementation=implementation
-    )
-    mixed, state = recur(
-        delta_update,
-        delta_scan,
-        (params["a_log"], params["dt_bias"]),
+    return _apply_rule(
+        params,
         layer_cache,
-        "delta",
-        (convolved, rates, shares),
+        _Projections(projected, rates, shares, projected[:, delta.conv_channels :], jax.nn.silu),
         batch,
         tables,
-        chunk_size=delta.chunk_size,
+        delta=delta,
+        norm_eps=norm_eps,
+        joining=joining,
         writes=writes,
         implementation=implementation,
     )
-    gate = projected[:, delta.conv_channels :].reshape(-1, delta.value_dim)
+
+
+def kimi_delta_mixer(
+    params: LayerParams,
+    layer_cache: Mapping[str, Array],
+    x: Float[Array, "tokens hidden_size"] | Normed,
+    batch: StepBatch,
+    tables: StateTables,
+    *,
+    delta: DeltaConfig,
+    norm_eps: float,
+    joining: Joining | None = None,
+    writes: list[StateWrite] | None = None,
+    implementation: str | None = None,
+) -> tuple[dict[str, Array], Any]:
+    """Computes Kimi Delta Attention (Kimi Team, arXiv:2510.26692): the rule with a decay for each component of keys.
+
+    Args:
+        params: those of `gated_delta_mixer`, but for "delta_in" [conv_channels, hidden_size]: queries, keys, values;
+            "delta_gates" [2 * gate_rank + heads, hidden_size]: what decays and output gates are projected from, then
+            beta; "delta_decay" [heads * key_dim, gate_rank]; "delta_gate" [width, gate_rank]; "dt_bias" [heads *
+            key_dim], float32.
+        layer_cache: the layer's states, "conv" and "delta".
+        x: normalised hidden states.
+        batch: the step's metadata.
+        tables: ids of the states that the layer's group reads and writes.
+        delta: sizes, `gate_rank` included.
+        norm_eps: epsilon of the output norm.
+        joining: the residual stream to which the output projection adds; `None` to return the output alone.
+        writes: gets how the states are written; `None` if they are not written again.
+        implementation: family of implementations that every op must use; `None` for the best.
+
+    Returns:
+        The layer's states after the step, and the mixer's output [tokens, hidden_size], or the sum with `joining`.
+    """
+    run = partial(matmul, implementation=implementation)
+    rank = delta.gate_rank
+    assert rank is not None, "the config was checked when it was made"
+    low_decay, low_gate, shares = jnp.split(run(params["delta_gates"], x), (rank, 2 * rank), axis=1)
+    projections = _Projections(
+        run(params["delta_in"], x),
+        run(params["delta_decay"], low_decay),
+        shares,
+        run(params["delta_gate"], low_gate),
+        jax.nn.sigmoid,
+    )
+    return _apply_rule(
+        params,
+        layer_cache,
+        projections,
+        batch,
+        tables,
+        delta=delta,
+        norm_eps=norm_eps,
+        joining=joining,
+        writes=writes,
+        implementation=implementation,
+    )
+
+
+class _Projections(NamedTuple):
+    """What the delta rule takes of each token.
+
+    Attributes:
+        inputs: queries, keys and values before the convolution, in the first columns.
+        rates: step sizes, before bias and softplus.
+        shares: shares of the correction, before the sigmoid.
+        gate: gates of the output.
+        activation: its activation.
+    """
+
+    inputs: Float[Array, "tokens wide"]
+    rates: Float[Array, "tokens decays"]
+    shares: Float[Array, "tokens heads"]
+    gate: Float[Array, "tokens width"]
+    activation: Callable[[Array], Array]
+
+
+def _apply_rule(
+    params: LayerParams,
+    layer_cache: Mapping[str, Array],
+    projections: _Projections,
+    batch: StepBatch,
+    tables: StateTables,
+    *,
+    delta: DeltaConfig,
+    norm_eps: float,
+    joining: Joining | None,
+    writes: list[StateWrite] | None,
+    implementation: str | None,
+) -> tuple[dict[str, Array], Any]:
+    """Returns the layer's states after convolution and delta rule, and the gated and projected output."""
+    inputs, rates, shares, gate, activation = projections
+    convolved, conv = convolve(
+        params, layer_cache, inputs, batch, tables, writes=writes, implementation=implementation
+    )
+    refusal = CHANNEL_DECAYS if rates.shape != shares.shape else None
+    op = delta_update if batch.decode else delta_scan
+    with xla_if(refusal, op=op.__name__, implementation=implementation) as family:
+        mixed, state = recur(
+            delta_update,
+            delta_scan,
+            (params["a_log"], params["dt_bias"]),
+            layer_cache,
+            "delta",
+            (convolved, rates, shares),
+            batch,
+            tables,
+            chunk_size=delta.chunk_size,
+            writes=writes,
+            implementation=family,
+        )
     normed = gated_group_norm(
         params["delta_norm"],
-        mixed.astype(projected.dtype).reshape(-1, delta.value_dim),
-        gate,
+        mixed.astype(inputs.dtype).reshape(-1, delta.value_dim),
+        gate.reshape(-1, delta.value_dim),
         groups=1,
         gate_first=False,
         eps=norm_eps,
+        activation=activation,
     )
+    run = partial(matmul, implementation=implementation)
     out = run(params["delta_out"], normed.reshape(-1, delta.width), joining=joining)
     return {"conv": conv, "delta": state}, out

@@ -1,6 +1,6 @@
 """RMS normalisation (Zhang and Sennrich), layer normalisation and gated norms, rounded where Hugging Face rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +82,10 @@ def gated_group_norm(
     groups: int,
     gate_first: bool,
     eps: float,
+    activation: Callable[[Array], Array] = jax.nn.silu,
     shards: Shards | None = None,
 ) -> Float[Array, "rows width"]:
-    """Multiplies by a SiLU gate and scales each group of components to unit RMS, in float32 (Mamba-2's output norm).
+    """Multiplies by a gate and scales each group of components to unit RMS, in float32 (Mamba-2's output norm).
 
     Args:
         weight: weight of each component.
@@ -93,9 +94,10 @@ def gated_group_norm(
         groups: number of equal groups of components, each normalised separately.
         gate_first: apply the gate before norm and weight; otherwise after them.
         eps: added to the mean square.
+        activation: the gate's activation.
         shards: the devices that have equal parts of each group; `None` for whole groups.
     """
-    gate, wide = jax.nn.silu(gate.astype(jnp.float32)), x.astype(jnp.float32)
+    gate, wide = activation(gate.astype(jnp.float32)), x.astype(jnp.float32)
     wide = wide * gate if gate_first else wide
     grouped = wide.reshape(x.shape[0], groups, -1)
     mean_square = _mean(jnp.square(grouped), shards)

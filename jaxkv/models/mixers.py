@@ -1,5 +1,6 @@
 """Blocks with a cache: attention, Mamba, Mamba-2 and gated delta mixers, gated short convolutions."""
 
+from collections.abc import Callable
 from functools import partial
 
 from jaxkv.cache.spec import PagedSpec, StateSpec
@@ -7,9 +8,10 @@ from jaxkv.cache.variants import QUANTISED, gqa, mamba2, window
 from jaxkv.cache.variants import delta as delta_spec
 from jaxkv.cache.variants import mamba1 as mamba1_spec
 from jaxkv.cache.variants import short_conv as short_conv_spec
+from jaxkv.config.blocks import DeltaConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.attention import AttentionSizes, attention, attention_to_earlier_keys
-from jaxkv.layers.delta import gated_delta_mixer
+from jaxkv.layers.delta import gated_delta_mixer, kimi_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
 from jaxkv.layers.mamba1 import mamba1_mixer
@@ -247,20 +249,48 @@ def _run_mamba1(inputs: BlockInputs) -> BlockOutput:
     )
 
 
+def _delta_parts(delta: DeltaConfig) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Returns the sizes, and the heads, of all keys, of all values, and of what has one number for each head."""
+    keys = (delta.key_heads * delta.key_dim, delta.key_heads)
+    return keys, (delta.width, delta.value_heads), (delta.value_heads, delta.value_heads)
+
+
 def _delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
     delta, hidden = required(config.delta), config.hidden_size
-    keys = (delta.key_heads * delta.key_dim, delta.key_heads)
-    values, each = (delta.width, delta.value_heads), (delta.value_heads, delta.value_heads)
-    channels, heads = (keys, keys, values), Split(0, (each,))
-    rows, gates = Split(0, (*channels, values)), Split(0, (each, each))
+    keys, values, each = _delta_parts(delta)
+    rows, gates = Split(0, (keys, keys, values, values)), Split(0, (each, each))
     return {
         "delta_in": Leaf((delta.conv_channels + delta.width, hidden), adapts=True, split=rows),
         "delta_gates": Leaf((2 * delta.value_heads, hidden), adapts=True, split=gates),
-        "conv": Leaf((delta.d_conv, delta.conv_channels), split=Split(1, channels)),
-        "a_log": Leaf((delta.value_heads,), dtype="float32", split=heads),
-        "dt_bias": Leaf((delta.value_heads,), dtype="float32", split=heads),
+        "dt_bias": Leaf((delta.value_heads,), dtype="float32", split=Split(0, (each,))),
+        **_delta_state_leaves(config),
+    }
+
+
+def _delta_state_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    delta = required(config.delta)
+    keys, values, each = _delta_parts(delta)
+    columns = Split(1, (values,))
+    return {
+        "conv": Leaf((delta.d_conv, delta.conv_channels), split=Split(1, (keys, keys, values))),
+        "a_log": Leaf((delta.value_heads,), dtype="float32", split=Split(0, (each,))),
         "delta_norm": Leaf((delta.value_dim,), is_scale=True),
-        "delta_out": Leaf((hidden, delta.width), adapts=True, split=Split(1, (values,))),
+        "delta_out": Leaf((config.hidden_size, delta.width), adapts=True, split=columns),
+    }
+
+
+def _kimi_delta_leaves(config: ModelConfig) -> dict[str, Leaf]:
+    delta, hidden = required(config.delta), config.hidden_size
+    keys, values, each = _delta_parts(delta)
+    rank = required(delta.gate_rank)
+    rows, gates = Split(0, (keys, keys, values)), Split(0, ((rank, 1), (rank, 1), each))
+    return {
+        "delta_in": Leaf((delta.conv_channels, hidden), adapts=True, split=rows),
+        "delta_gates": Leaf((2 * rank + delta.value_heads, hidden), adapts=True, split=gates),
+        "delta_decay": Leaf((keys[0], rank), adapts=True, split=Split(0, (keys,))),
+        "delta_gate": Leaf((delta.width, rank), adapts=True, split=Split(0, (values,))),
+        "dt_bias": Leaf(keys[:1], dtype="float32", split=Split(0, (keys,))),
+        **_delta_state_leaves(config),
     }
 
 
@@ -278,8 +308,8 @@ def _delta_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
     )
 
 
-def _run_delta(inputs: BlockInputs) -> BlockOutput:
-    return gated_delta_mixer(
+def _run_delta(inputs: BlockInputs, *, mixer: Callable[..., BlockOutput]) -> BlockOutput:
+    return mixer(
         inputs.params,
         inputs.cache,
         inputs.x,
@@ -337,5 +367,14 @@ KV_SHARED_GLOBAL_ATTENTION = Block(
 )
 MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
-DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec, joins=True)
+DELTA = Block(
+    _delta_leaves, partial(_run_delta, mixer=gated_delta_mixer), "state", _delta_spec, joins=True
+)
+KIMI_DELTA = Block(
+    _kimi_delta_leaves,
+    partial(_run_delta, mixer=kimi_delta_mixer),
+    "state",
+    _delta_spec,
+    joins=True,
+)
 SHORT_CONV = Block(_short_conv_leaves, _run_short_conv, "state", _short_conv_spec)

@@ -244,6 +244,27 @@ def split_delta(prefix: str) -> tuple[Rule, ...]:
     )
 
 
+def kimi_delta(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of Kimi Delta Attention."""
+    rule = partial(layer_rule, block="kimi_delta", prefix=f"{prefix}.")
+    keys, values = ("delta.key_heads", "delta.key_dim"), ("delta.width",)
+    rank, heads = ("delta.gate_rank",), ("delta.value_heads",)
+    projections = (f"{part}_proj.weight" for part in "qkv")
+    convolutions = (f"{part}_conv1d.weight" for part in "qkv")
+    gates = ("f_a_proj.weight", "g_a_proj.weight", "b_proj.weight")
+    return (
+        rule("delta_in", *projections, combine="concat", rows=(keys, keys, values)),
+        rule("conv", *convolutions, combine="taps", rows=(keys, keys, values)),
+        rule("delta_gates", *gates, combine="concat", rows=(rank, rank, heads)),
+        rule("delta_decay", "f_b_proj.weight"),
+        rule("delta_gate", "g_b_proj.weight"),
+        rule("a_log", "A_log", combine="squeeze"),
+        rule("dt_bias", "dt_bias"),
+        rule("delta_norm", "o_norm.weight"),
+        rule("delta_out", "o_proj.weight"),
+    )
+
+
 def _delta_state(prefix: str) -> tuple[Rule, ...]:
     rule = partial(layer_rule, block="delta", prefix=f"{prefix}.")
     return (

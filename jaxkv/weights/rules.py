@@ -22,6 +22,7 @@ Combine = Literal[
     "deinterleave_transpose",
     "last_axis_first",
     "only_row",
+    "squeeze",
     "swap_last",
 ]
 
@@ -88,19 +89,20 @@ class HeadPairs(NamedTuple):
 class Rule:
     """The assembly of one parameter leaf, or of one per layer.
 
-    Operations (`combine`); all but "stack", "stack_transpose" and "concat" have one source:
+    Operations (`combine`); all but "stack", "stack_transpose", "concat" and "taps" have one source:
         copy: the source unchanged.
         stack: sources of equal shape along a new first axis; several per position of it are concatenated.
         concat: sources concatenated along their first axis.
         transpose: the source with its first two axes exchanged.
         stack_transpose: "stack" with the first two axes exchanged.
-        taps: [taps, channels] of a depthwise convolution's weight [channels, 1, taps].
+        taps: [taps, channels] of a depthwise convolution's weight [channels, 1, taps], or of several side by side.
         deinterleave: even positions of the last axis, then odd ones.
         deinterleave_rows: the same along the second of three axes.
         deinterleave_transpose: "deinterleave", then the last two of three axes exchanged.
         last_axis_first: the last of three axes moved to the front.
         swap_last: the last two of three axes exchanged.
         only_row: the source without its first axis, which has size 1.
+        squeeze: [n] of a source [1, 1, n, 1].
         select: some sections of each group of the source's rows (see `regroup`).
 
     Attributes:
@@ -109,7 +111,8 @@ class Rule:
             `{owner}` is the layer's owner (`ModelConfig.owners`), and `{use}` the layer's number among those with the
             rule's block.
         combine: the operation.
-        rows: "concat" only: for each source, the `ModelConfig` fields whose product is the size of its first axis.
+        rows: "concat", and "taps" of several sources: for each source, the `ModelConfig` fields whose product is the
+            size of its first axis.
         when: a boolean field of `ModelConfig`, or of a part of it ("mamba.in_bias"), and the value for which the rule
             applies; `None` if it always applies.
         block: name of the block to whose layers the rule applies; empty for all layers.
@@ -252,8 +255,11 @@ class Recipe:
             assert selected == math.prod(shape[:-1]), (self, shape)
             return ((groups * sum(sections), shape[-1]),)
         if self.combine == "taps":
-            assert len(self.sources) == 1, self
-            return ((shape[1], 1, shape[0]),)
+            channels = self.rows or (shape[1],)
+            assert (len(channels), sum(channels)) == (len(self.sources), shape[1]), (self, shape)
+            return tuple((each, 1, shape[0]) for each in channels)
+        if self.combine == "squeeze":
+            return ((1, 1, *shape, 1),)
         if self.combine == "transpose":
             assert len(self.sources) == 1, self
             return ((shape[1], shape[0], *shape[2:]),)

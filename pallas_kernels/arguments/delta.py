@@ -1,6 +1,7 @@
 """Arguments that `delta_scan` and `delta_update` share: sizes, checks, and each token's inputs to the recurrence.
 
-The recurrence is Gated DeltaNet (Yang et al., arXiv:2412.06464), as in Qwen3-Next.
+The recurrence is Gated DeltaNet (Yang et al., arXiv:2412.06464), as in Qwen3-Next, or Kimi Delta Attention (Kimi Team,
+arXiv:2510.26692), where each component of a key has a decay of its own.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments.checks import check_shape
 from pallas_kernels.arguments.states import check_floats
 from pallas_kernels.arrays import ArrayOrStruct
+from pallas_kernels.families import CHANNEL_DECAYS
 from pallas_kernels.fixed_order import sum_of_last
 
 NORM_EPS = 1e-6
@@ -23,11 +25,15 @@ class DeltaArrays(NamedTuple):
     """The arrays of one layer, described in the ops' `api.py`; a token of `delta_update` is its row."""
 
     a_log: Float[Array, " heads"]
-    dt_bias: Float[Array, " heads"]
+    dt_bias: Float[Array, " decays"]
     states: Float[Array, "states heads key_dim value_dim"]
     qkv: Float[Array, "tokens wide"]
-    a: Float[Array, "tokens heads"]
+    a: Float[Array, "tokens decays"]
     b: Float[Array, "tokens heads"]
+
+    def refusal(self) -> str | None:
+        """Returns why no kernel takes these arrays; `None` if kernels may."""
+        return CHANNEL_DECAYS if self.dt_bias.shape != self.a_log.shape else None
 
 
 class DeltaSizes(NamedTuple):
@@ -60,22 +66,23 @@ class Tokens(NamedTuple):
         q: queries, L2-normalised and scaled by `key_dim ** -0.5`.
         k: keys, L2-normalised.
         v: values.
-        decay: logarithm of the factor by which the state decays at the token.
+        decay: logarithm of the factor by which the state decays at the token; `channels` is 1, or `key_dim` if each
+            row of the state, which belongs to a component of keys, has its own.
         beta: strength of the delta rule's correction, in (0, 1).
     """
 
     q: Float[Array, "tokens heads key_dim"]
     k: Float[Array, "tokens heads key_dim"]
     v: Float[Array, "tokens heads value_dim"]
-    decay: Float[Array, "tokens heads"]
+    decay: Float[Array, "tokens heads channels"]
     beta: Float[Array, "tokens heads"]
 
 
 def tokens_of(
     a_log: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
+    dt_bias: Float[Array, " decays"],
     qkv: Float[Array, "tokens wide"],
-    a: Float[Array, "tokens heads"],
+    a: Float[Array, "tokens decays"],
     b: Float[Array, "tokens heads"],
     sizes: DeltaSizes,
 ) -> Tokens:
@@ -99,13 +106,14 @@ def tokens_of(
 
 def gates_of(
     a_log: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
-    a: Float[Array, "tokens heads"],
+    dt_bias: Float[Array, " decays"],
+    a: Float[Array, "tokens decays"],
     b: Float[Array, "tokens heads"],
-) -> tuple[Float[Array, "tokens heads"], Float[Array, "tokens heads"]]:
+) -> tuple[Float[Array, "tokens heads channels"], Float[Array, "tokens heads"]]:
     """Returns each token's log decay and beta in float32, as in `Tokens`."""
     step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32)[None])
-    decay = -jnp.exp(a_log.astype(jnp.float32))[None] * step
+    by_head = step.reshape(len(a), len(a_log), -1 if len(a_log) else 1)
+    decay = -jnp.exp(a_log.astype(jnp.float32))[None, :, None] * by_head
     return decay, jax.nn.sigmoid(b.astype(jnp.float32))
 
 
@@ -131,7 +139,8 @@ def check_delta(
             f"qkv has {qkv.shape[1]} columns, of which {values} are the values of {sizes.heads} heads; the others must "
             f"be queries and keys of {sizes.key_dim} components each, for a number of heads that divides {sizes.heads}"
         )
-    for name, vector in (("a_log", a_log), ("dt_bias", dt_bias)):
-        check_shape(name, vector, (sizes.heads,))
-    for name, gates in (("a", a), ("b", b)):
-        check_shape(name, gates, (qkv.shape[0], sizes.heads))
+    check_shape("a_log", a_log, (sizes.heads,))
+    each = sizes.heads * (sizes.key_dim if len(dt_bias) != sizes.heads else 1)
+    check_shape("dt_bias", dt_bias, (each,))
+    check_shape("a", a, (qkv.shape[0], each))
+    check_shape("b", b, (qkv.shape[0], sizes.heads))

@@ -15,10 +15,10 @@ from pallas_kernels.dispatch import choose
 
 def delta_scan(
     a_log: Shaped[Array | np.ndarray, " heads"],
-    dt_bias: Shaped[Array | np.ndarray, " heads"],
+    dt_bias: Shaped[Array | np.ndarray, " decays"],
     states: Float[Array, "states heads key_dim value_dim"],
     qkv: Shaped[Array | np.ndarray, "tokens wide"],
-    a: Shaped[Array | np.ndarray, "tokens heads"],
+    a: Shaped[Array | np.ndarray, "tokens decays"],
     b: Shaped[Array | np.ndarray, "tokens heads"],
     cu_q_lens: Shaped[Array | np.ndarray, " row_bounds"],
     seq_lens: Shaped[Array | np.ndarray, " rows"],
@@ -36,6 +36,9 @@ def delta_scan(
     head: `state = exp(-exp(a_log) * step) * state`, then `state += outer(k, sigmoid(b) * (v - k @ state))` and
     `out = q @ state`.
 
+    With `heads * key_dim` decays in place of `heads`, each row of a head's state has its own step and so its own factor
+    (Kimi Delta Attention, arXiv:2510.26692).
+
     Rows are cut into chunks where a position, counted from token 0 of the sequence, is a multiple of `chunk_size`. So
     with float32 states a sequence that is split into calls at such multiples gives the same bits as one that is not;
     other splits, and states of 16 bits, which are rounded between calls, agree up to rounding. A row reads its state
@@ -45,11 +48,11 @@ def delta_scan(
 
     Args:
         a_log: logarithm of each head's decay rate.
-        dt_bias: bias of a.
+        dt_bias: bias of a; `decays` is `heads` or `heads * key_dim`, head by head.
         states: the pool of states, floating, usually float32. Donate it for an update in place.
         qkv: result of `causal_conv`: each token's queries of all key heads, then keys, then values of all heads.
             Padding tokens may hold any value.
-        a: each token's step per head, before bias and softplus.
+        a: each token's steps, before bias and softplus.
         b: each token's strength of correction per head, before the sigmoid.
         cu_q_lens: int32 bounds: row r's tokens are `qkv[cu_q_lens[r]:cu_q_lens[r + 1]]`, at the row's last positions.
         seq_lens: int32 number of tokens of each row, including those before this call; 0 for a padding row.
@@ -77,7 +80,7 @@ def delta_scan(
     given, of_rows = jax.tree.map(jnp.asarray, (given, of_rows))
     layer, tables = DeltaArrays(*given), StateTables(*of_rows)
     refuses = partial(mosaic_gpu.why_not, layer.states, layer.qkv, chunk_size=chunk_size)
-    reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
+    reasons = {"mosaic_gpu": lambda: layer.refusal() or refuses(), "xla": lambda: None}
     chosen = choose("delta_scan", reasons, implementation)
     if not qkv.shape[0] or not len(read_states):
         shape = (qkv.shape[0], states.shape[1], states.shape[3])

@@ -65,6 +65,8 @@ CASES = (
     Case("narrow", Rows((70, 3), (0, 130), 1), DeltaShape(2, 2, 64, 64), 128, ci=True),
     Case("shared-keys", Rows((65,), (5,)), DeltaShape(1, 3, 128, 64), ci=True),
     Case("only-padding", Rows((0, 0), (0, 9), 1, 8), DeltaShape(1, 2, 128, 128), ci=True),
+    Case("channels", _CHUNKS, DeltaShape(2, 4, 8, 6, 8), chunk_size=16, ci=True),
+    Case("channels-64", _CHUNKS_64, DeltaShape(2, 2, 32, 16, 32), ci=True),
     Case("t16384", _RAGGED),
     Case(
         "t16384-snapshots",
@@ -74,4 +76,5 @@ CASES = (
     Case("t16384-equal", Rows((2048,) * 8, (256,) * 8)),
     Case("t8192-one-row", Rows((8192,))),
     Case("t2048-one-row", Rows((2048,))),
+    Case("t2048-kimi-linear", Rows((2048,)), DeltaShape(32, 32, 128, 128, 128)),
 )

@@ -49,7 +49,7 @@ def delta_scan(
     Raises:
         ValueError: the kernels do not support the shapes or dtypes.
     """
-    check_kernel(refusal(layer.states, layer.qkv, chunk_size=chunk_size))
+    check_kernel(layer.refusal() or refusal(layer.states, layer.qkv, chunk_size=chunk_size))
     return scan(layer, tables, chunk_size=chunk_size, interpret=interpret)
 
 
@@ -81,7 +81,7 @@ def scan(
 def _gates(layer: DeltaArrays, pieces: Pieces) -> Float[Array, "pieces heads 2 size"]:
     """Returns the base-2 log decay and beta of each piece's tokens, zeros past a piece's end."""
     decay, beta = gates_of(layer.a_log, layer.dt_bias, layer.a, layer.b)
-    table = jnp.stack((jnp.maximum(decay * LOG2_E, _LEAST_DECAY), beta), axis=2)
+    table = jnp.stack((jnp.maximum(decay[..., 0] * LOG2_E, _LEAST_DECAY), beta), axis=2)
     inside = jnp.arange(SIDE, dtype=jnp.int32)
     real = inside[None, :] < pieces.length[:, None]
     token = jnp.where(real, pieces.start[:, None] + inside[None, :], 0)

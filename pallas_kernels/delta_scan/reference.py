@@ -10,10 +10,10 @@ from pallas_kernels.packed.token_scan import scan_tokens
 
 def delta_scan(
     a_log: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
+    dt_bias: Float[Array, " decays"],
     states: Float[Array, "states heads key_dim value_dim"],
     qkv: Float[Array, "tokens wide"],
-    a: Float[Array, "tokens heads"],
+    a: Float[Array, "tokens decays"],
     b: Float[Array, "tokens heads"],
     cu_q_lens: Int[Array, " row_bounds"],
     seq_lens: Int[Array, " rows"],
@@ -27,7 +27,7 @@ def delta_scan(
     """Computes in float32; reads all states before it writes any."""
 
     def step(state: Array, token: Tokens) -> tuple[Array, Array]:
-        state *= jnp.exp(token.decay)[:, None, None]
+        state *= jnp.exp(token.decay)[..., None]
         known = jnp.sum(state * token.k[..., None], axis=1)
         correction = (token.v - known) * token.beta[:, None]
         state += token.k[..., None] * correction[:, None, :]

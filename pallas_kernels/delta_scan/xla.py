@@ -19,6 +19,8 @@ from pallas_kernels.packed.states import by_token, put_pieces
 from pallas_kernels.packed.token_scan import scan_tokens
 
 LARGEST_PIECE = 64
+# A token's log decay is at least this: its exponential is 0 in float32, and sums over a piece keep their precision.
+_LEAST_DECAY = -104.0
 _multiply = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -52,7 +54,7 @@ def _by_token(
     """Computes the recurrence token by token."""
 
     def advance(state: Array, token: Tokens) -> tuple[Array, Array]:
-        state *= jnp.exp(token.decay)[:, None, None]
+        state *= jnp.exp(token.decay)[..., None]
         correction = (token.v - _read(state, token.k)) * token.beta[:, None]
         state += token.k[:, :, None] * correction[:, None, :]
         return state, _read(state, token.q)
@@ -90,27 +92,23 @@ def _carry(
     Float[Array, "pieces size heads value_dim"], Float[Array, "pieces heads key_dim value_dim"]
 ]:
     """Returns each token's output, and the state after each piece."""
-    passed = jnp.cumsum(tokens.decay, axis=1).transpose(0, 2, 1)
+    decay = jnp.maximum(tokens.decay, _LEAST_DECAY)
+    passed = jnp.cumsum(decay, axis=1).transpose(0, 2, 1, 3)
     q, k, v = (part.transpose(0, 2, 1, 3) for part in (tokens.q, tokens.k, tokens.v))
     beta = tokens.beta.transpose(0, 2, 1)[..., None]
-    size = passed.shape[-1]
-    earlier = jnp.tril(jnp.ones((size, size), bool))[None, None]
-    # Mask before the exponential, which would overflow above the diagonal.
-    left = jnp.exp(jnp.where(earlier, passed[..., :, None] - passed[..., None, :], -jnp.inf))
-    system = _multiply("phik,phjk->phij", beta * k, k) * left
-    wanted = jnp.concatenate((beta * v, beta * k * jnp.exp(passed)[..., None]), axis=-1)
+    system = _decayed_products(beta * k, k, passed)
+    wanted = jnp.concatenate((beta * v, beta * k * jnp.exp(passed)), axis=-1)
     # `unit_diagonal` ignores the diagonal of `system` and uses ones, for a token's own correction.
     solved = jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
     fresh, known = jnp.split(solved, (v.shape[-1],), axis=-1)
-    reads = _multiply("phik,phjk->phij", q, k) * left
-    last = passed[..., -1]
+    last = passed[:, :, -1]
     steps = (
         fresh,
         known,
-        reads,
-        q * jnp.exp(passed)[..., None],
-        k * jnp.exp(last[..., None] - passed)[..., None],
-        jnp.exp(last)[..., None, None],
+        _decayed_products(q, k, passed),
+        q * jnp.exp(passed),
+        k * jnp.exp(last[:, :, None] - passed),
+        jnp.exp(last)[..., None],
         pieces.row,
         pieces.first,
     )
@@ -125,3 +123,25 @@ def _carry(
 
     _, (out, after) = jax.lax.scan(visit, jnp.zeros_like(begun[0]), steps)
     return out.transpose(0, 2, 1, 3), after
+
+
+def _decayed_products(
+    asked: Float[Array, "pieces heads size key_dim"],
+    k: Float[Array, "pieces heads size key_dim"],
+    passed: Float[Array, "pieces heads size channels"],
+) -> Float[Array, "pieces heads size size"]:
+    """Returns the product of each query with each key that is not later, of which each component has decayed since.
+
+    Args:
+        asked: queries.
+        k: keys.
+        passed: sums of the log decays of a piece's tokens up to each one.
+    """
+    size = passed.shape[2]
+    earlier = jnp.tril(jnp.ones((size, size), bool))[:, :, None]
+    # Mask before the exponential, which would overflow above the diagonal.
+    since = jnp.where(earlier, passed[:, :, :, None] - passed[:, :, None], -jnp.inf)
+    if passed.shape[-1] == 1:
+        return _multiply("phik,phjk->phij", asked, k) * jnp.exp(since)[..., 0]
+    # As one sum, which XLA computes without storing its terms. Factors for queries and for keys alone would overflow.
+    return jnp.sum(asked[:, :, :, None] * k[:, :, None] * jnp.exp(since), axis=-1)

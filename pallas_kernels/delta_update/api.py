@@ -16,10 +16,10 @@ from pallas_kernels.dispatch import choose
 
 def delta_update(
     a_log: Shaped[Array | np.ndarray, " heads"],
-    dt_bias: Shaped[Array | np.ndarray, " heads"],
+    dt_bias: Shaped[Array | np.ndarray, " decays"],
     states: Float[Array, "states heads key_dim value_dim"],
     qkv: Shaped[Array | np.ndarray, "rows wide"],
-    a: Shaped[Array | np.ndarray, "rows heads"],
+    a: Shaped[Array | np.ndarray, "rows decays"],
     b: Shaped[Array | np.ndarray, "rows heads"],
     read_states: Shaped[Array | np.ndarray, " rows"],
     write_states: Shaped[Array | np.ndarray, " rows"],
@@ -33,10 +33,10 @@ def delta_update(
 
     Args:
         a_log: logarithm of each head's decay rate.
-        dt_bias: bias of a.
+        dt_bias: bias of a; `decays` is `heads` or `heads * key_dim`.
         states: the pool of states, floating, usually float32. Donate it for an update in place.
         qkv: each row's queries of all key heads, then keys, then values of all heads.
-        a: each row's step per head, before bias and softplus.
+        a: each row's steps, before bias and softplus.
         b: each row's strength of correction per head, before the sigmoid.
         read_states: int32 initial state of each row; an id past the end means zeros.
         write_states: int32 final state of each row. A row whose id is past the end is padding and may hold any values.
@@ -56,7 +56,7 @@ def delta_update(
     given, *ids = jax.tree.map(jnp.asarray, (given, read_states, write_states))
     layer = DeltaArrays(*given)
     refuses = partial(mosaic_gpu.why_not, layer.states, layer.qkv)
-    reasons = {"mosaic_gpu": refuses, "xla": lambda: None}
+    reasons = {"mosaic_gpu": lambda: layer.refusal() or refuses(), "xla": lambda: None}
     chosen = choose("delta_update", reasons, implementation)
     if not qkv.shape[0]:
         return jnp.zeros((0, states.shape[1], states.shape[3]), qkv.dtype), layer.states

@@ -69,7 +69,7 @@ def delta_update(
     Raises:
         ValueError: the kernel does not support the shapes or dtypes.
     """
-    check_kernel(refusal(layer.states, layer.qkv))
+    check_kernel(layer.refusal() or refusal(layer.states, layer.qkv))
     return update(layer, read_states, write_states, interpret=interpret)
 
 

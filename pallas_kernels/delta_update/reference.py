@@ -9,10 +9,10 @@ from pallas_kernels.arguments.delta import DeltaSizes, tokens_of
 
 def delta_update(
     a_log: Float[Array, " heads"],
-    dt_bias: Float[Array, " heads"],
+    dt_bias: Float[Array, " decays"],
     states: Float[Array, "states heads key_dim value_dim"],
     qkv: Float[Array, "rows wide"],
-    a: Float[Array, "rows heads"],
+    a: Float[Array, "rows decays"],
     b: Float[Array, "rows heads"],
     read_states: Int[Array, " rows"],
     write_states: Int[Array, " rows"],
@@ -23,7 +23,7 @@ def delta_update(
 
     def visit(pool: Array, now: tuple) -> tuple[Array, Array]:
         state, token, write = now
-        state *= jnp.exp(token.decay)[:, None, None]
+        state *= jnp.exp(token.decay)[..., None]
         known = jnp.sum(state * token.k[..., None], axis=1)
         correction = (token.v - known) * token.beta[:, None]
         state += token.k[..., None] * correction[:, None, :]

@@ -20,7 +20,7 @@ def delta_update(
     # The barrier orders all reads before the writes. For a single row XLA would otherwise read again after the write,
     # from a copy of the pool.
     begun = jax.lax.optimization_barrier(begun)
-    state = begun.astype(jnp.float32) * jnp.exp(now.decay)[:, :, None, None]
+    state = begun.astype(jnp.float32) * jnp.exp(now.decay)[..., None]
     known = jnp.sum(state * now.k[..., None], axis=2)
     correction = (now.v - known) * now.beta[..., None]
     state += now.k[..., None] * correction[:, :, None, :]

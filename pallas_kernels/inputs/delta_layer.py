@@ -22,12 +22,14 @@ class DeltaShape:
         heads: heads of values.
         key_dim: components of a key.
         value_dim: components of a value.
+        decays_per_head: decays of a token per head, 1 or `key_dim`.
     """
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
+    decays_per_head: int = 1
 
     @property
     def columns(self) -> int:
@@ -42,7 +44,8 @@ class DeltaShape:
     @property
     def token_numbers(self) -> int:
         """Elements of a token's inputs and outputs."""
-        return self.columns + 2 * self.heads + self.heads * self.value_dim
+        gates = self.heads * (1 + self.decays_per_head)
+        return self.columns + gates + self.heads * self.value_dim
 
     def arrays(
         self,
@@ -65,12 +68,13 @@ class DeltaShape:
             stored: dtype of the pool.
         """
         weights, shape = layer(rng, self.heads), (self.heads, self.key_dim, self.value_dim)
-        gates = (rows.tokens, self.heads)
+        gates, decays = (rows.tokens, self.heads), self.heads * self.decays_per_head
+        biases = weights if decays == self.heads else layer(rng, decays)
         return {
             "a_log": weights["a_log"],
-            "dt_bias": weights["dt_bias"],
+            "dt_bias": biases["dt_bias"],
             "states": nan_filled_pool(rng, read_states, num_states, shape, stored, _STATE_SCALE),
             "qkv": rows.nan_filled(activated(rng, (rows.tokens, self.columns), dtype)),
-            "a": rows.nan_filled(normal(rng, gates, dtype)),
+            "a": rows.nan_filled(normal(rng, (rows.tokens, decays), dtype)),
             "b": rows.nan_filled(normal(rng, gates, dtype)),
         }

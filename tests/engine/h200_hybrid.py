@@ -22,7 +22,9 @@ def _sequence_runner(implementation, *pattern, keeps_outputs=False):
     from jaxkv.config.blocks import DeltaConfig, MambaConfig, MixtureConfig
 
     mamba = MambaConfig(heads=32, head_dim=64, d_state=128, d_conv=4, groups=1, chunk_size=256)
-    delta = DeltaConfig(key_heads=8, value_heads=16, key_dim=128, value_dim=128, d_conv=4)
+    is_kimi = any("kimi_delta" in stages for stages in pattern)
+    sizes = {"key_heads": 16, "gate_rank": 128} if is_kimi else {"key_heads": 8}
+    delta = DeltaConfig(value_heads=16, key_dim=128, value_dim=128, d_conv=4, **sizes)
     mixture = MixtureConfig(experts=16, top_k=4, size=512, gated=True, shared_size=512)
     parts = {"mamba": mamba, "delta": delta, "mixture": mixture}
     return h200.sequence_runner(
@@ -35,6 +37,7 @@ def lowerings():
     falcon = ("mamba2+attention", "gated")
     granite = (("mamba2", "mixture+shared"), ("attention", "mixture+shared"))
     qwen = (("delta", "gated"), ("attention", "gated"))
+    kimi = (("kimi_delta", "gated"), ("attention", "gated"))
 
     one = replace(_shape(False), tokens=8, rows=1, drafts=3)
 
@@ -58,6 +61,10 @@ def lowerings():
         ),
         "verify_one_xla": program(one, "xla", *granite),
         "delta_verify_one_mosaic_gpu": program(one, "mosaic_gpu", *qwen),
+        # XLA computes their recurrence in every family.
+        "kimi_decode_mosaic_gpu": program(_shape(True), "mosaic_gpu", *kimi),
+        "kimi_prefill_mosaic_gpu": program(_shape(False), "mosaic_gpu", *kimi),
+        "kimi_verify_one_mosaic_gpu": program(one, "mosaic_gpu", *kimi),
     }
     for implementation in ("xla", "mosaic_gpu"):
         made |= {

@@ -44,9 +44,14 @@ MORE_HYBRID = (
     "hybrid_prefill_mosaic_gpu",
     "hybrid_experts_prefill_mosaic_gpu",
     "hybrid_delta_verify_one_mosaic_gpu",
+    "hybrid_kimi_decode_mosaic_gpu",
 )
-# XLA writes the state of one row in another way than those of several.
-HYBRID_OF_XLA = ("hybrid_verify_one_xla",)
+# XLA writes the state of one row in another way than those of several. Its scans are loops outside of the graph.
+HYBRID_OF_XLA = (
+    "hybrid_verify_one_xla",
+    "hybrid_kimi_prefill_mosaic_gpu",
+    "hybrid_kimi_verify_one_mosaic_gpu",
+)
 LATENT = (
     "latent_decode_mosaic_gpu",
     "latent_expanded_mosaic_gpu",

@@ -45,7 +45,7 @@ CONFIG = ModelConfig(
     latent=replace(LATENT, index=IndexConfig(heads=16, head_dim=12, topk=16)),
     mamba=MambaConfig(heads=4, head_dim=8, d_state=8, d_conv=4, groups=2, chunk_size=4),
     mamba1=Mamba1Config(channels=32, d_state=8, dt_rank=4, d_conv=4, bias=True),
-    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, d_conv=4),
+    delta=DeltaConfig(key_heads=4, value_heads=4, key_dim=8, value_dim=8, d_conv=4, gate_rank=12),
     short_conv=ShortConvConfig(channels=32, d_conv=3),
     transformer=TransformerConfig(adapter_rank=4),
     global_attention=GlobalAttentionConfig(kv_heads=2, head_dim=24),
@@ -56,7 +56,7 @@ FAMILIES = {"mosaic_gpu": None, None: None, "xla": "xla", "xla_products": "xla"}
 BOTH = {
     *("attention", "global_attention", "eagle_attention"),
     *("kv_shared_attention", "kv_shared_global_attention"),
-    *("gated", "double_gated", "dense_and_mixture", "delta"),
+    *("gated", "double_gated", "dense_and_mixture", "delta", "kimi_delta"),
 }
 """Blocks whose plain weights are multiplied by `skinny_matmul` too."""
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxkv.cache.spec import group_layers
 from jaxkv.cache.state import init_cache
 from jaxkv.cache.variants import gqa, place
-from jaxkv.config.blocks import MixtureConfig
+from jaxkv.config.blocks import DeltaConfig, MixtureConfig
 from jaxkv.config.model import ModelConfig, RopeConfig
 from jaxkv.models import feed_forwards, implementation
 from jaxkv.models.flax_model import FlaxModel
@@ -20,7 +20,7 @@ from jaxkv.models.registry import build_model
 from pallas_kernels import device, dispatch
 from pallas_kernels.deferred import DEFERRED
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.families import FAMILIES, member
+from pallas_kernels.families import CHANNEL_DECAYS, FAMILIES, member
 from tests.layers.jaxprs import equations
 
 LAYERS = 3
@@ -189,6 +189,24 @@ def test_heads_too_wide_for_kernels_are_xlas_alone_and_counted(caplog):
     told = "attention runs as xla, since mosaic_gpu cannot: heads have at most 256 components there"
     assert before or told in caplog.text
     assert cache_of(model, "bfloat16", 64)[0].shared_group is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("gate_rank", [None, 64])
+def test_the_rule_of_kimi_delta_attention_is_xlas_alone_and_counted(gate_rank):
+    block = "delta" if gate_rank is None else "kimi_delta"
+    delta = DeltaConfig(
+        key_heads=2, value_heads=2, key_dim=128, value_dim=128, d_conv=4, gate_rank=gate_rank
+    )
+    pattern = ((block, "gated"), ("attention", "gated"), (block, "gated"))
+    plain = decoder(128)
+    model = replace(plain, config=replace(plain.config, delta=delta, pattern=pattern))
+    assert chosen(model) == Choice("mosaic_gpu")
+    keys = [(op, "mosaic_gpu", CHANNEL_DECAYS) for op in ("delta_update", "delta_scan")]
+    before = [dispatch.fallbacks().get(key, 0) for key in keys]
+    assert all(kernels_of(model.running("mosaic_gpu")))
+    found = [dispatch.fallbacks().get(key, 0) for key in keys]
+    assert found == [count + 2 * (gate_rank is not None) for count in before]
 
 
 @pytest.mark.usefixtures("hopper")

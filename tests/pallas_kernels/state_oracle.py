@@ -115,7 +115,9 @@ def delta_step(layer, before, token):
             for x in (part[served * key_dim : (served + 1) * key_dim] for part in (q, k))
         )
         value = v[head * value_dim : (head + 1) * value_dim]
-        size = np.logaddexp(0, token["a"][head] + layer["dt_bias"][head])
+        each = len(layer["dt_bias"]) // heads
+        steps = (token["a"] + layer["dt_bias"])[head * each : (head + 1) * each]
+        size = np.logaddexp(0, steps)[:, None]
         decayed = state[head] * np.exp(-np.exp(layer["a_log"][head]) * size)
         share = np.exp(-np.logaddexp(0, -token["b"][head]))
         state[head] = decayed + np.outer(key, share * (value - key @ decayed))

@@ -74,6 +74,7 @@ DEFAULTS: Mapping[str, int | tuple[int, ...] | None] = {
     "deepseek_v3": _DEEPSEEK,
     # Transformers has no class of this name; the model is DeepSeek-V3.
     "kimi_k2": _DEEPSEEK,
+    "kimi_linear": 163586,
     "deepseek_v32": _DEEPSEEK,
     "glm_moe_dsa": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,

@@ -167,6 +167,25 @@ CASES = {
         shape=ATTENDING,
         around_zero=QWEN_NORMS,
     ),
+    "kimi-linear": Case(
+        "KimiLinear",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        shape=ATTENDING,
+    ),
     "qwen3.5": Case(
         "Qwen3_5Text",
         DELTA

@@ -27,7 +27,7 @@ STEPS = 40
 TOGETHER = 1e-5
 # The first case of each family is taken through everything; the others have an option that one step shows.
 THOROUGH = ("mamba2", "bamba", "granite", "nemotron", "falcon-h1", "qwen3-next", "lfm2", "jamba")
-THOROUGH += ("zamba2",)
+THOROUGH += ("zamba2", "kimi-linear")
 SLOW = ("jamba-dense", "nemotron-latent", "falcon-h1-norm", "qwen3.5-multimodal", "zamba2-biases")
 # The blocks of Bamba are those of Granite, with turned keys, which Falcon-H1 has.
 SLOW += ("granite-dense-rope", "bamba")

@@ -34,6 +34,7 @@ MODULES = {
     "mixtral": "q_proj k_proj v_proj o_proj",
     "v3": "q_a_proj q_b_proj kv_a_proj_with_mqa o_proj gate_proj up_proj down_proj",
     "qwen3-next": "q_proj k_proj v_proj o_proj in_proj_qkvz in_proj_ba out_proj",
+    "kimi-linear": "q_proj k_proj v_proj f_a_proj f_b_proj b_proj g_a_proj g_b_proj kv_a_proj_with_mqa o_proj up_proj",
     "bamba": "q_proj k_proj v_proj o_proj in_proj out_proj gate_proj up_proj down_proj",
     "mamba": "in_proj x_proj dt_proj out_proj",
     "lfm2": "q_proj k_proj v_proj in_proj out_proj w1 w2 w3",

@@ -376,6 +376,14 @@ CASES = {
         | {"shared_expert_intermediate_size": 128},
         "bfloat16",
     ),
+    "kimi-linear": (
+        "KimiLinear",
+        {name: value for name, value in LATENT.items() if name != "n_routed_experts"}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"linear_num_heads": 4, "num_local_experts": 16, "num_experts_per_tok": 4}
+        | {"q_lora_rank": None},
+        "bfloat16",
+    ),
     "qwen3.5": (
         "Qwen3_5Text",
         SHAPE | DELTA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},

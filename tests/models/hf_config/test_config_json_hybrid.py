@@ -245,6 +245,55 @@ ZAMBA2 = {
 ALL = {"mamba2": MAMBA2, "bamba": BAMBA, "granite": GRANITE, "nemotron": NEMOTRON, "falcon": FALCON}
 ALL |= {"zamba2": ZAMBA2}
 ALL |= {"qwen3-next": QWEN3_NEXT, "qwen3.5": QWEN3_5, "qwen3.5-moe": QWEN3_5_MOE}
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "bos_token_id": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "linear_attn_config": {
+        "full_attn_layers": [2, 4],
+        "head_dim": 16,
+        "kda_layers": [1, 3],
+        "num_heads": 8,
+        "short_conv_kernel_size": 3,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 4096,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 48,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 4,
+    "num_expert_group": 1,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": 0,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_cache": True,
+    "use_grouped_topk": True,
+    "v_head_dim": 12,
+    "vocab_size": 320,
+}
 SCANNING = tuple(ALL)
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -484,6 +533,15 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("zamba2", {"use_conv_bias": False}),
         ("zamba2", {"use_long_context": True}),
         ("zamba2", {"use_shared_block_lora": False}),
+        ("kimi-linear", {"hidden_act": "gelu"}),
+        ("kimi-linear", {"linear_attn_config": [1]}),
+        ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1]}}),
+        ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [4]}}),
+        ("kimi-linear", {"mla_use_nope": False}),
+        ("kimi-linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
+        ("kimi-linear", {"moe_layer_freq": 2}),
+        ("kimi-linear", {"moe_router_activation_func": "softmax"}),
+        ("kimi-linear", {"num_experts_per_tok": 3}),
         ("qwen3-next", {"attention_bias": True}),
         ("qwen3-next", {"mlp_only_layers": [4]}),
         ("qwen3-next", {"layer_types": ["linear_attention"]}),
@@ -508,11 +566,13 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
 def test_what_is_not_understood_is_refused_by_name(family, change):
     lists = ("hybrid_override_pattern", "layer_types", "layers_block_type")
     said = dict.fromkeys(lists, "kind of each") | {
-        "use_shared_block_lora": "use_shared_mlp_adapter"
+        "moe_router_activation_func": "scoring_func",
+        "use_shared_block_lora": "use_shared_mlp_adapter",
     }
     [key] = change
+    file = KIMI_LINEAR if family == "kimi-linear" else ALL[family]
     with pytest.raises(UnknownConfig, match=said.get(key, key)):
-        read_config(ALL[family] | change)
+        read_config(file | change)
 
 
 @pytest.mark.parametrize(
@@ -542,6 +602,40 @@ def test_mixers_sizes_that_contradict_each_other_are_named():
     message = "n_mamba_heads = 16 and mamba_headdim = 32, which contradict the mixers' width of 256"
     with pytest.raises(ValueError, match=message):
         read_config(ZAMBA2 | {"n_mamba_heads": 16})
+
+
+def test_kimi_linear_has_its_sizes_under_two_names_and_counts_layers_from_one():
+    config = read_config(KIMI_LINEAR)
+    assert [stages[0] for stages in config.pattern] == ["kimi_delta", "latent"] * 2
+    assert [stages[1] for stages in config.pattern] == ["gated"] + ["mixture+shared"] * 3
+    assert config.delta == DeltaConfig(
+        key_heads=8, value_heads=8, key_dim=16, value_dim=16, d_conv=3, gate_rank=16
+    )
+    assert (config.rope.kind, config.max_positions, config.eos_ids) == ("none", 4096, (2,))
+    assert (config.mixture.experts, config.mixture.top_k, config.mixture.renormalise) == (
+        8,
+        2,
+        True,
+    )
+    assert config.latent.q_lora_rank is None
+    linear = KIMI_LINEAR["linear_attn_config"]
+    saved = {key: value for key, value in KIMI_LINEAR.items() if key != "linear_attn_config"} | {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_conv_kernel_dim": linear["short_conv_kernel_size"],
+        "linear_head_dim": linear["head_dim"],
+        "linear_num_heads": linear["num_heads"],
+        "num_local_experts": 8,
+        "max_position_embeddings": 4096,
+    }
+    assert read_config(saved) == config
+    rules = rules_for(config)
+    for stored, name in {
+        "layers.0.block_sparse_moe.up_proj.weight": "layers.0.mlp.up_proj.weight",
+        "layers.1.mlp.shared_experts.up_proj.weight": "layers.1.block_sparse_moe.shared_experts.up_proj.weight",
+        "layers.1.block_sparse_moe.experts.0.w1.weight": "layers.1.block_sparse_moe.experts.0.w1.weight",
+        "layers.0.self_attn.forget_gate.f_a_proj.weight": "layers.0.self_attn.f_a_proj.weight",
+    }.items():
+        assert rules.name_of(f"model.{stored}", config) == f"model.{name}"
 
 
 def test_qwen3_5_rotates_text_as_others_do_and_has_experts_in_all_layers_or_none():

@@ -1,5 +1,7 @@
 """The recurrence of `delta_scan` and `delta_update`, and what is particular to it."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +30,27 @@ DELTA = Recurrence(
 )
 
 
+CHANNELS = replace(
+    DELTA,
+    layer={"a_log": (HEADS,), "dt_bias": (HEADS * KEY_DIM,)},
+    tokens=DELTA.tokens | {"a": HEADS * KEY_DIM},
+)
+
+
+def test_each_component_of_a_key_has_a_decay_of_any_size():
+    """Those of a component may forget all while its neighbours forget nothing; no factor overflows.
+
+    Sums of log decays over a piece then reach 64 * -104, where neighbours in float32 differ by 5e-4.
+    """
+    inputs = CHANNELS.inputs(Rows((70,)))
+    inputs["a"][:] = np.random.default_rng(0).choice([-1e4, -30.0, 0.0, 40.0, 1e4], (70, 32))
+    inputs["a_log"] = np.array([-20.0, 0.0, 2.0, 4.0], np.float32)
+    out, pool = compiled(CHANNELS.scan, inputs | {"chunk_size": 64})
+    wanted, states = CHANNELS.oracle(inputs)
+    np.testing.assert_allclose(out, wanted, rtol=1e-3, atol=5e-4)
+    np.testing.assert_allclose(pool, states, rtol=1e-3, atol=5e-4)
+
+
 def test_equal_keys_that_are_corrected_fully_keep_a_chunk_exact():
     # The system's worst case: every token corrects the one before it, and nothing is forgotten.
     inputs = DELTA.inputs(Rows((64,)))
@@ -46,7 +69,10 @@ def test_columns_that_are_no_number_of_heads_are_refused():
         DELTA.call(DELTA.inputs(Rows((19,))) | wrong)
 
 
-@pytest.mark.parametrize(("name", "size"), [("a", (18, 4)), ("b", (19, 3)), ("a_log", (3,))])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("a", (18, 4)), ("a", (19, 32)), ("b", (19, 3)), ("a_log", (3,)), ("dt_bias", (8,))],
+)
 def test_gates_of_another_shape_are_refused(name, size):
     # Asked of the check itself: in tests, types with shapes refuse such a call before the op does.
     inputs = DELTA.inputs(Rows((19,))) | {name: np.zeros(size, np.float32)}

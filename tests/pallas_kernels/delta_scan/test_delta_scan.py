@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import delta_scan
+from pallas_kernels.arguments.delta import DeltaArrays
 from pallas_kernels.delta_scan import mosaic_gpu
 from pallas_kernels.delta_scan.cases import CASES, Case
 from pallas_kernels.inputs.delta_layer import DeltaShape
@@ -24,7 +25,9 @@ def refusal(implementation, inputs):
     """Why an implementation refuses a case; plain XLA takes everything."""
     if implementation == "xla":
         return None
-    return mosaic_gpu.why_not(inputs["states"], inputs["qkv"], chunk_size=inputs["chunk_size"])
+    layer = DeltaArrays(*(inputs[name] for name in DeltaArrays._fields))
+    sizes = {"chunk_size": inputs["chunk_size"]}
+    return layer.refusal() or mosaic_gpu.why_not(layer.states, layer.qkv, **sizes)
 
 
 # Sizes of kernels' blocks, which XLA has not; keys are shared by values in the first case too.

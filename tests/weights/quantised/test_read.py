@@ -194,6 +194,7 @@ def in_nvfp4(weight):
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_modelopt_directory_of_nvfp4_and_fp8_gives_the_logits_of_its_dequantised_weights(
     tmp_path, kit
 ):

@@ -5,11 +5,12 @@ other defaults. GLM-5 is DeepSeek-V3.2 with other rotary pairs in the indexer. I
 their position, and a softmax chooses experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from jaxkv.config.blocks import (
     MAX_EXPERTS,
+    DeltaConfig,
     IndexConfig,
     LatentConfig,
     MixtureConfig,
@@ -68,7 +69,7 @@ def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
         group_votes=1,
         renormalise=False,
     )
-    return _read(
+    return read_latent_model(
         keys,
         "deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
@@ -82,11 +83,11 @@ def from_hf_v2(raw: Mapping[str, object]) -> ModelConfig:
 def from_hf_v3(raw: Mapping[str, object], family: str = "deepseek_v3") -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "deepseek_v3", or `family`, another name of it."""
     keys = ConfigJson(raw)
-    return _read(
+    return read_latent_model(
         keys,
         family,
         architecture="DeepseekV3ForCausalLM",
-        mixture=_mixture_v3(keys),
+        mixture=take_mixture_v3(keys),
         dense=keys.take_int("first_k_dense_replace", 3, low=0),
         max_positions=4096,
         pairs=keys.take_bool("rope_interleave", True),
@@ -97,12 +98,12 @@ def from_hf_v3(raw: Mapping[str, object], family: str = "deepseek_v3") -> ModelC
 def from_hf_glm4_moe_lite(raw: Mapping[str, object]) -> ModelConfig:
     """Reads a parsed config.json whose `model_type` is "glm4_moe_lite" (GLM-4.7-Flash)."""
     keys = ConfigJson({**_GLM4_MOE_LITE, **raw})
-    return _read(
+    return read_latent_model(
         keys,
         "glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
-        mixture=_mixture_v3(keys),
-        dense=_take_dense(keys, 1),
+        mixture=take_mixture_v3(keys),
+        dense=take_dense(keys, 1),
         max_positions=202752,
         pairs=keys.take_bool("rope_interleave", True),
         mtp_layers=take_mtp_layers(keys),
@@ -131,7 +132,7 @@ def from_hf_mistral4(raw: Mapping[str, object]) -> ModelConfig:
     sizes = ConfigJson(given)
     rotated, others = sizes.take_int("qk_rope_head_dim", 64), sizes.take_int("qk_nope_head_dim")
     keys, growth = take_query_growth(given, _MISTRAL4_ROPE, share=rotated / (rotated + others))
-    return _read(
+    return read_latent_model(
         keys,
         "mistral4",
         architecture="Mistral4ForCausalLM",
@@ -240,18 +241,18 @@ def _read_sparse(
     index_pairs: bool,
 ) -> ModelConfig:
     """Reads the keys of a version with sparse attention; `index_heads` is Transformers' default."""
-    num_layers, dense = take_num_layers(keys), _take_dense(keys, 3)
+    num_layers, dense = take_num_layers(keys), take_dense(keys, 3)
     attending = keys.take("layer_types", None)
     if attending not in (None, ["deepseek_sparse_attention"] * num_layers):
         raise UnknownConfig(
             f"config.json: layer_types must name deepseek_sparse_attention for each of the {num_layers} layers, "
             f"got {str(attending)[:80]}"
         )
-    return _read(
+    return read_latent_model(
         keys,
         family,
         architecture=architecture,
-        mixture=_mixture_v3(keys),
+        mixture=take_mixture_v3(keys),
         dense=dense,
         max_positions=max_positions,
         pairs=True,
@@ -265,7 +266,7 @@ def _read_sparse(
     )
 
 
-def _take_dense(keys: ConfigJson, default: int) -> int:
+def take_dense(keys: ConfigJson, default: int) -> int:
     """Reads the number of first layers without experts; raises `UnknownConfig` if they are others than the first."""
     num_layers = take_num_layers(keys)
     dense = keys.take_int("first_k_dense_replace", default, low=0)
@@ -282,7 +283,8 @@ def _take_dense(keys: ConfigJson, default: int) -> int:
     return dense
 
 
-def _mixture_v3(keys: ConfigJson) -> MixtureConfig:
+def take_mixture_v3(keys: ConfigJson) -> MixtureConfig:
+    """Reads the sizes of DeepSeek-V3's experts, whose routers have a sigmoid and a correction."""
     keys.take_choice("topk_method", "noaux_tc", {"noaux_tc": "noaux_tc"})
     return _mixture(
         keys,
@@ -343,7 +345,7 @@ def _no_groups(keys: ConfigJson) -> tuple[int, int]:
     return 1, 1
 
 
-def _read(
+def read_latent_model(
     keys: ConfigJson,
     family: str,
     *,
@@ -355,8 +357,29 @@ def _read(
     mtp_layers: int = 0,
     index: IndexConfig | None = None,
     growth: QueryGrowth | None = None,
+    mixers: Sequence[str] | None = None,
+    delta: DeltaConfig | None = None,
 ) -> ModelConfig:
-    """Reads the keys that all versions share; raises `UnknownConfig` for keys that were not read."""
+    """Reads the keys that all models with latent attention share.
+
+    Args:
+        keys: config.json, from which the family has read its own keys.
+        family: its `model_type`.
+        architecture: name of its causal language model in `architectures`.
+        mixture: sizes of the experts.
+        dense: number of first layers without experts.
+        max_positions: Transformers' default.
+        pairs: see `LatentConfig`.
+        mtp_layers: layers of the file that predict further tokens.
+        index: sizes of the indexers; `None` for dense attention.
+        growth: see `ModelConfig.query_growth`.
+        mixers: the block of each layer before its feed-forward; `None` for latent attention in all.
+        delta: sizes of "kimi_delta" blocks, with which latent attention has no positions.
+
+    Raises:
+        UnknownConfig: a key that would change the result was not read, or has an unsupported value.
+        ValueError: a value is missing, of the wrong type or out of range.
+    """
     check_architecture(keys, family, architecture)
     # Transformers ignores the file's values of these and derives them.
     keys.ignore("head_dim qk_head_dim")
@@ -373,7 +396,10 @@ def _read(
     limit = keys.take_int("max_position_embeddings", max_positions)
     rope, longest = read_rope(keys, head_dim=latent.rope_dim, max_positions=limit)
     vocab_size, num_layers = keys.take_int("vocab_size"), take_num_layers(keys)
-    mixer = "latent" if index is None else "sparse_latent"
+    if delta is not None:
+        rope = RopeConfig(rotary_dim=latent.rope_dim, kind="none")
+    if mixers is None:
+        mixers = ("latent" if index is None else "sparse_latent",) * num_layers
     config = ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -387,7 +413,8 @@ def _read(
         rope=rope,
         windows=(None,) * num_layers,
         pattern=tuple(
-            (mixer, "gated" if layer < dense else "mixture+shared") for layer in range(num_layers)
+            (mixer, "gated" if layer < dense else "mixture+shared")
+            for layer, mixer in enumerate(mixers)
         ),
         norm_eps=keys.take_float("rms_norm_eps", 1e-6),
         activation=keys.take_choice("hidden_act", "silu", ACTIVATIONS),
@@ -396,6 +423,7 @@ def _read(
         query_growth=growth,
         mixture=mixture,
         latent=latent,
+        delta=delta,
         mtp_layers=mtp_layers,
         **take_special_ids(keys, family, vocab_size),
         dtype=take_dtype(keys),
