@@ -24,6 +24,7 @@ def _sizes(*names: str) -> _Shape:
 _MAMBA = ("mamba1", "ssm", _sizes("intermediate_size", "ssm_state_size"))
 _MAMBA2 = ("mamba2", "ssm", _sizes("num_heads", "head_dim", "ssm_state_size"))
 _DELTA = ("delta", "delta", _sizes("num_v_heads", "head_k_dim", "head_v_dim"))
+_KIMI_DELTA = ("delta", "delta", _sizes("num_heads", "head_dim", "head_dim"))
 _CONV = ("short_conv", "", _sizes())
 
 MIXERS: Mapping[str, tuple[str, str, _Shape]] = MappingProxyType(
@@ -40,6 +41,7 @@ MIXERS: Mapping[str, tuple[str, str, _Shape]] = MappingProxyType(
         "Qwen3_5GatedDeltaNet": _DELTA,
         "Qwen3_5MoeGatedDeltaNet": _DELTA,
         "OlmoHybridGatedDeltaNet": _DELTA,
+        "KimiLinearDeltaAttention": _KIMI_DELTA,
         "Lfm2ShortConv": _CONV,
         "Lfm2MoeShortConv": _CONV,
     }

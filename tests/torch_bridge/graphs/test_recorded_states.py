@@ -12,7 +12,10 @@ from torch_bridge import JaxkvCache, generate, lease
 pytestmark = pytest.mark.torch
 QUICK = ("Bamba", "Mamba2")
 FAMILIES = [
-    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in RECURRENT
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+    for family in RECURRENT
+    # Attention on pages, which recorded steps need, is refused where keys are made of latents.
+    if family != "KimiLinear"
 ]
 
 
