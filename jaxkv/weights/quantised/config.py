@@ -12,8 +12,9 @@ from jaxkv.weights.quantised.scheme import Reader, Scheme
 from jaxkv.wording import clip
 
 _INSTEAD = (
-    "jaxkv reads compressed-tensors, block fp8, ModelOpt's FP8 and NVFP4, fbgemm_fp8, GPTQ, AWQ and MXFP4: take a "
-    "checkpoint in one of these, or the one that is not quantised with quantization='fp8', 'int8' or 'int4'"
+    "jaxkv reads compressed-tensors, block fp8, ModelOpt's FP8 and NVFP4, fbgemm_fp8, GPTQ, AWQ, MXFP4 and "
+    "bitsandbytes: take a checkpoint in one of these, or the one that is not quantised with quantization='fp8', "
+    "'int8' or 'int4'"
 )
 
 MODELOPT = "hf_quant_config.json"
@@ -100,6 +101,13 @@ _GPTQ_HINTS = frozenset(
 )
 _AWQ_HINTS = frozenset(
     {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}
+)
+
+_BITSANDBYTES_HINTS = frozenset(
+    {"load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype"}
+    | {"bnb_4bit_quant_type", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"}
+    | {"llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "llm_int8_skip_modules"}
+    | {"llm_int8_threshold"}
 )
 
 _FORMS = (
@@ -219,9 +227,6 @@ def _read_beside(name: str, values: Mapping[str, object]) -> Scheme | None:
 def _details(values: Mapping[str, object]) -> str:
     """Returns what a quantization_config that is not read says about its format, as the end of a clause."""
     method = values.get("quant_method")
-    if method == "bitsandbytes":
-        bits = 4 if values.get("load_in_4bit") or values.get("_load_in_4bit") else 8
-        return f" with {bits} bits"
     if method is None:
         return next((f", in the form of {form}" for key, form in _FORMS if key in values), "")
     detail = values.get("format", values.get("quant_algo"))
@@ -311,6 +316,29 @@ def _algorithms_of_layers(settings: _Settings) -> list[str]:
 def _e4m3(name: str, ignored: tuple[str, ...]) -> Scheme:
     """Returns a format of float8_e4m3fn for weights, with a scale per tensor or row, and for activations."""
     return Scheme(name, ("eight_bit",), "float8_e4m3fn", ignored=ignored, rounds_rows=True)
+
+
+def _bitsandbytes(settings: _Settings) -> Scheme:
+    four, eight = (
+        any(settings.get(f"{prefix}load_in_{bits}bit") is True for prefix in ("", "_"))
+        for bits in (4, 8)
+    )
+    if four is eight:
+        raise UnknownConfig(
+            f"{settings.place} must set one of load_in_4bit and load_in_8bit of bitsandbytes"
+        )
+    settings.expect("bnb_4bit_quant_type", (None, "nf4", "fp4"))
+    settings.expect("bnb_4bit_quant_storage", (None, "uint8"))
+    settings.expect("llm_int8_has_fp16_weight", (None, False))
+    settings.reject_others(_BITSANDBYTES_HINTS)
+    code = str(settings.get("bnb_4bit_quant_type", "fp4")) if four else "int8"
+    return Scheme(
+        f"bitsandbytes {code}",
+        ("bitsandbytes",),
+        code,
+        64 if four else None,
+        ignored=settings.names("llm_int8_skip_modules"),
+    )
 
 
 def _awq(settings: _Settings) -> Scheme:
@@ -470,6 +498,7 @@ _READERS: Mapping[str, Callable[[_Settings], Scheme]] = {
     "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "gptq": _gptq,
     "auto-round": _auto_round,
     "mxfp4": _mxfp4,

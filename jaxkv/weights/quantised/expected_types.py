@@ -38,7 +38,7 @@ def expected_type(
     if scheme is None or any(scheme.ignores(name) for name in recipe.sources):
         return plain
     group = inner if scheme.group is None else math.gcd(inner, scheme.group)
-    if not suits_group(group, inner) or recipe.offset:
+    if scheme.code not in CODES or not suits_group(group, inner) or recipe.offset:
         return plain
     scales = {"float8_e4m3fn": jnp.float32, "float4_e2m1fn": jnp.float8_e8m0fnu}
     dtype = scales.get(scheme.code, plain.dtype)

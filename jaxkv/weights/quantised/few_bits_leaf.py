@@ -139,6 +139,8 @@ def few_bits_leaf(plan: LeafPlan[Any]) -> FewBitsLeaf | str:
     if len(codes) > 1:
         return f"its weights are {' and '.join(sorted(codes))}"
     code = codes.pop()
+    if code not in CODES:
+        return f"its weights are {code}"
     inner = plan.shape[-1]
     group = math.gcd(*(source.columns.group for source in sources))
     if not suits_group(group, inner):

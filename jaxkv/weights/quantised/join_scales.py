@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from jaxkv.errors import BadCheckpoint
 from jaxkv.weights.quantised import (
     awq,
+    bitsandbytes,
     eight_bit,
     gptq,
     mxfp4,
@@ -19,6 +20,7 @@ from jaxkv.wording import clip
 
 _READERS = {
     "awq": awq.read,
+    "bitsandbytes": bitsandbytes.read,
     "eight_bit": eight_bit.read,
     "gptq": gptq.read,
     "mxfp4": mxfp4.read,

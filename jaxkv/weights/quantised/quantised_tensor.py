@@ -100,12 +100,13 @@ class QuantisedTensor:
     Attributes:
         name: name of the weight, as a checkpoint that is not quantised has it.
         shape: its shape.
-        code: name in `pallas_kernels.formats.few_bits.CODES`.
+        code: name in `pallas_kernels.formats.few_bits.CODES`, or of another encoding with `numbers`, which is widened.
         rows: reads its parts.
         groups: the file's group of each column.
         has_zeros: whether `rows` has zero points.
         transposed: whether the last two axes are exchanged relative to the family's rules.
         rounds_rows: whether products with it are meant to round activations, see `Scheme`.
+        numbers: the number of each code, if the file has them; `None` for those of `code`.
     """
 
     name: str
@@ -116,6 +117,7 @@ class QuantisedTensor:
     has_zeros: bool = False
     transposed: bool = False
     rounds_rows: bool = False
+    numbers: Float[np.ndarray, " codes"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +198,8 @@ class QuantisedTensor:
                 )
 
     def _widened(self, first: int, count: int) -> Float[np.ndarray, "rows columns"]:
-        values = np.take(_NUMBERS[self.code], self._checked_codes(first, count))
+        table = _NUMBERS[self.code] if self.numbers is None else self.numbers
+        values = np.take(table, self._checked_codes(first, count))
         scales = self._checked_scales(first, count).astype(np.float32)
         zeros = self.rows.zeros(first, count)
         if zeros is not None:

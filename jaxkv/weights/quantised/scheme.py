@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Reader = Literal["eight_bit", "packed_floats", "packed_rows", "awq", "gptq", "mxfp4"]
+Reader = Literal[
+    "bitsandbytes", "eight_bit", "packed_floats", "packed_rows", "awq", "gptq", "mxfp4"
+]
 """A format of tensors, which the module of that name in `jaxkv.weights.quantised` reads."""
 
 _MOST_REPEATS = 6
@@ -20,7 +22,7 @@ class Scheme:
     Attributes:
         name: the format, for messages.
         readers: the forms of tensors that may occur.
-        code: name in `pallas_kernels.formats.few_bits.CODES` of most weights.
+        code: name in `pallas_kernels.formats.few_bits.CODES` of most weights, or of an encoding that is widened.
         group: columns that share a scale, of most weights; `None` for one scale per row.
         block: rows and columns of a block with one scale; `None` for no blocks.
         ignored: names of modules that are not quantised, as `expression_of` takes them.

@@ -3,6 +3,7 @@
 Every reader here goes element by element over bits of words, and shares nothing with those under test.
 """
 
+import json
 from typing import NamedTuple
 
 import ml_dtypes
@@ -197,6 +198,49 @@ def packed_floats(rows, columns, *, form, seed=0):
     return File(config | {"config_groups": {"x": {"weights": weights}}}, tensors, means)
 
 
+def four_bits(rows, columns, *, kind="nf4", block=64, nested=False, seed=0):
+    """bitsandbytes in 4 bits: a run of codes, whose numbers the file has, and a scale for each block of the run."""
+    draw = np.random.default_rng(seed)
+    count = rows * columns
+    blocks, inner = -(-count // block), 5
+    numbers = draw.uniform(-1, 1, 16).astype(np.float32)
+    octets = draw.integers(0, 256, (-(-count // 2), 1)).astype(np.uint8)
+    state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [rows, columns]}
+    tensors = {"a.weight": octets, "a.weight.quant_map": numbers}
+    if nested:
+        codes = draw.integers(0, 256, blocks).astype(np.uint8)
+        table = draw.uniform(-1, 1, 256).astype(np.float32)
+        factors = draw.uniform(0.1, 2, -(-blocks // inner)).astype(np.float32)
+        state |= {"nested_blocksize": inner, "nested_dtype": "float32", "nested_offset": 0.375}
+        tensors |= {"a.weight.absmax": codes, "a.weight.nested_quant_map": table}
+        tensors["a.weight.nested_absmax"] = factors
+        scales = [
+            product(table[code], factors[at // inner]) + np.float32(0.375)
+            for at, code in enumerate(codes)
+        ]
+    else:
+        scales = hostile(draw, blocks, np.float32)
+        tensors["a.weight.absmax"] = scales
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors[f"a.weight.quant_state.bitsandbytes__{kind}"] = text
+    means = np.zeros((rows, columns), np.float32)
+    for at in range(count):
+        code = int(octets[at // 2, 0]) >> (0 if at % 2 else 4) & 15
+        means[divmod(at, columns)] = product(numbers[code], scales[at // block])
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return File(config, tensors, means)
+
+
+def int8_by_row(rows, columns, seed=0):
+    """bitsandbytes in 8 bits: the code 127 stands for the largest magnitude of a row."""
+    draw = np.random.default_rng(seed)
+    codes = draw.integers(-127, 128, (rows, columns)).astype(np.int8)
+    largest = draw.uniform(0.01, 9, rows).astype(np.float32)
+    means = codes.astype(np.float32) * (largest / np.float32(127))[:, None]
+    tensors = {"a.weight": codes, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
+    return File({"quant_method": "bitsandbytes", "load_in_8bit": True}, tensors, means)
+
+
 FILES = {
     "packed-4": packed(13, 96),
     "packed-4-zeros": packed(13, 96, zeros=True, scale=np.dtype(np.float16)),
@@ -227,9 +271,16 @@ FILES = {
     "nvfp4-modelopt": packed_floats(9, 96, form="modelopt"),
     "nvfp4": packed_floats(9, 96, form="nvfp4"),
     "mxfp4": packed_floats(9, 96, form="mxfp4"),
+    "nf4": four_bits(9, 128),
+    "nf4-nested": four_bits(9, 192, nested=True),
+    # Blocks that end within rows, and rows that begin within bytes.
+    "fp4-cut": four_bits(7, 75, kind="fp4", block=100, nested=True),
+    "bnb-int8": int8_by_row(9, 40),
 }
 WIDE = {
     **dict.fromkeys(("packed-8-zeros", "gptq-8-zeros", "int8-zeros"), "zero points"),
     **dict.fromkeys(("nvfp4-modelopt", "nvfp4"), "scales are of 16 columns"),
+    **dict.fromkeys(("nf4", "nf4-nested"), "weights are nf4"),
+    "fp4-cut": "weights are fp4",
 }
 """Files whose weights are widened -> what `FewBits` has no place for, or the kernels do not take."""

@@ -25,6 +25,7 @@ def compressed(form, weights, *, activations=None, **more):
 
 
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 LAYERS = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
@@ -55,6 +56,8 @@ TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "float4_e2m1fn", 16, None),
         ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "float8_e4m3fn", None, None),
         (MIXED, "float4_e2m1fn", 16, None),
+        (BNB | {"bnb_4bit_quant_type": "nf4"}, "nf4", 64, None),
+        (BNB | {"load_in_4bit": False, "load_in_8bit": True}, "int8", None, None),
         (compressed("nvfp4-pack-quantized", FP4, activations=FP4), "float4_e2m1fn", 16, None),
         (
             compressed("mxfp4-pack-quantized", FP4 | {"strategy": "group", "group_size": 32}),
@@ -170,10 +173,12 @@ def test_the_key_of_older_files_is_read_too():
         *[
             ({"quantization_config": said}, told)
             for said, told in [
-                (
-                    {"quant_method": "bitsandbytes", "load_in_4bit": True},
-                    "'bitsandbytes' with 4 bits; jaxkv reads",
-                ),
+                (BNB | {"load_in_8bit": True}, "one of load_in_4bit and load_in_8bit"),
+                ({"quant_method": "bitsandbytes"}, "one of load_in_4bit and load_in_8bit"),
+                (BNB | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type = 'int4'"),
+                (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage = 'bf"),
+                (BNB | {"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight = True"),
+                (BNB | {"bnb_8bit_extra": 1}, "'bnb_8bit_extra' = 1"),
                 (
                     {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
                     "quant_algo = 'NVFP4_AWQ'; supported: 'FP8', .*'NVFP4'",

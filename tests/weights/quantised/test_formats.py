@@ -177,6 +177,8 @@ def without(file, name):
 
 
 GPTQ, PACKED, AWQ = FILES["gptq-4"], FILES["packed-4-zeros"], FILES["awq"]
+NF4, BNB_INT8 = FILES["nf4-nested"], FILES["bnb-int8"]
+NF4_STATE = "a.weight.quant_state.bitsandbytes__nf4"
 MODELOPT, NVFP4, MXFP4 = FILES["nvfp4-modelopt"], FILES["nvfp4"], FILES["mxfp4"]
 
 
@@ -211,6 +213,31 @@ MODELOPT, NVFP4, MXFP4 = FILES["nvfp4-modelopt"], FILES["nvfp4"], FILES["mxfp4"]
         (changed(NVFP4, "a.weight_global_scale", lambda a: a.astype(BF16)), "is BF16"),
         (changed(MXFP4, "a.weight_scale", lambda a: a[:, :2]), r"wanted U8 or F8_E8M0 \[9, 3\]"),
         (changed(MXFP4, "a.weight_scale", lambda a: with_one(a, 255, 5)), "holds a NaN"),
+        (changed(NF4, "a.weight", lambda a: a[1:]), r"'a.weight' is U8 \[863, 1\], wanted"),
+        (changed(NF4, "a.weight.absmax", lambda a: a[1:]), r"wanted F32 or U8 \[27\]"),
+        (changed(NF4, "a.weight.absmax", lambda a: a.view(np.int8)), "is I8"),
+        (changed(NF4, "a.weight.quant_map", lambda a: a[1:]), r"F32 \[15\], wanted F32 \[16\]"),
+        (changed(NF4, "a.weight.nested_quant_map", lambda a: a[1:]), r"F32 \[255\]"),
+        (changed(NF4, "a.weight.nested_absmax", lambda a: a[1:]), r"F32 \[5\]"),
+        (without(NF4, "a.weight.nested_absmax"), "there is no 'a.weight.nested_absmax'"),
+        (without(NF4, NF4_STATE), "there is no 'a.weight.quant_state.bitsandbytes__'nf4 or fp4"),
+        *(
+            (changed(NF4, NF4_STATE, lambda _, text=text: np.frombuffer(text, np.uint8)), told)
+            for text, told in {
+                b"{": "does not describe a matrix",
+                b"[]": "does not describe a matrix",
+                b'{"shape": [9, 192]}': "'blocksize'",
+                b'{"shape": [9, 192, 1], "blocksize": 64}': "does not describe a matrix",
+                b'{"shape": [9, 0], "blocksize": 64}': "0 is no size",
+                b'{"shape": [9, 192], "blocksize": 65537}': "out of range",
+                b'{"shape": [9, 192], "blocksize": 64, "nested_offset": NaN}': "out of range",
+                b'{"shape": [9, 192], "blocksize": 64}' + b" " * 5000: "it has 5036 bytes",
+            }.items()
+        ),
+        (changed(BNB_INT8, "a.SCB", lambda a: a[1:]), r"'a.SCB' is F32 \[8\]"),
+        (changed(BNB_INT8, "a.SCB", lambda a: with_one(a, np.inf, 3)), "holds a NaN"),
+        (changed(BNB_INT8, "a.weight", lambda a: a.view(np.uint8)), "is U8"),
+        (changed(BNB_INT8, "a.weight_format", lambda a: a + 1), "'a.weight_format' is not 0"),
     ],
 )
 def test_malformed_tensors_are_refused_by_name(tmp_path, kit, file, told):

@@ -99,6 +99,38 @@ def test_floats_of_4_bits_packed_by_compressed_tensors(tmp_path, kit, form):
     np.testing.assert_array_equal(got.reshape(24, 128), file.means)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_matrices_in_4_bits_of_bitsandbytes(tmp_path, kit, kind, nested):
+    # Version 0.50 takes other scales on CPUs, not those of which it made the codes, where a row is no whole blocks.
+    library = pytest.importorskip("bitsandbytes.functional")
+    draw = torch.Generator().manual_seed(3)
+    codes, state = library.quantize_4bit(
+        torch.randn((24, 128), generator=draw), quant_type=kind, compress_statistics=nested
+    )
+    wanted = library.dequantize_4bit(codes, state)
+    tensors = {f"a.weight.{name}": one.numpy() for name, one in state.as_dict(packed=True).items()}
+    file = File(FILES["nf4"].config, tensors | {"a.weight": codes.numpy()}, wanted.numpy())
+    with opened(tmp_path, kit, file) as stored:
+        got = np.empty(24 * 128, np.float32)
+        weight_of(stored, file).read(got)
+    np.testing.assert_allclose(got.reshape(24, 128), file.means, rtol=3e-7)
+
+
+def test_rows_in_int8_of_bitsandbytes(tmp_path, kit):
+    library = pytest.importorskip("bitsandbytes.functional")
+    draw = torch.Generator().manual_seed(3)
+    codes, largest, _ = library.int8_vectorwise_quant(
+        torch.randn((24, 96), generator=draw, dtype=torch.float16)
+    )
+    wanted = library.int8_vectorwise_dequant(codes, largest)
+    tensors = {"a.weight": codes.numpy(), "a.SCB": largest.numpy()}
+    file = File(FILES["bnb-int8"].config, tensors, wanted.numpy())
+    with opened(tmp_path, kit, file) as stored:
+        few = in_few_bits(weight_of(stored, file))
+    np.testing.assert_allclose(meant(few), file.means, rtol=3e-7)
+
+
 def test_nvfp4_as_modelopt_widens_it():
     library = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
     file = FILES["nvfp4-modelopt"]
