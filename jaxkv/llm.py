@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 from jaxkv.cache.prefix.report import Explanation
 from jaxkv.config.cache import CacheConfig
 from jaxkv.config.checks import as_int
-from jaxkv.config.engine import EngineConfig, merge_configs
+from jaxkv.config.engine import MOST_WARMED, EngineConfig, merge_configs
 from jaxkv.config.lora import LoraConfig, lora_of
 from jaxkv.config.model import ModelConfig
 from jaxkv.config.sampling import MAX_EOS_IDS, SamplingParams
@@ -844,8 +844,8 @@ class LLM:
         """
         call = as_call("LLM.warm_up", options, sampling=sampling)
         [params] = one_each(call["sampling"], 1)
-        batch = as_int("batch", batch, 1, 2**20)
-        prompt_tokens = as_int("prompt_tokens", prompt_tokens, 1, self.max_model_len)
+        batch = as_int("batch", batch, 1, MOST_WARMED)
+        prompt_tokens = as_int("prompt_tokens", prompt_tokens, 1, self.max_model_len - 1)
         # The programs do not depend on the seed. A seed drawn here would change those of later requests.
         params = forbid_words(replace(params, seed=0), self.tokenizer)
         request = self._request(TokenizedPrompt((0,) * prompt_tokens), params, 0)
@@ -1438,7 +1438,7 @@ class LLM:
         requests = [
             self._request(made, params, sample, priority, grammar) for sample in range(params.n)
         ]
-        # `_request` lowers them, as a warm-up needs, whose example may be longer than any request that is served.
+        # `_request` lowers `min_tokens` to what fits. A warm-up needs that; a request is refused.
         if params.min_tokens > self.max_model_len - len(made.ids):
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but a prompt of {len(made.ids)} tokens leaves room for "

@@ -150,8 +150,8 @@ def plan_cache(
         speculation: options of drafts, for which it holds them too; `None` for none.
 
     Raises:
-        ValueError: not even one sequence of `max_model_len` fits, or no page or checkpoint into `host_bytes`; the
-            message has the numbers.
+        ValueError: not even one sequence of `max_model_len` fits, or no prefix into `host_bytes`; the message has
+            the numbers.
     """
     stored = dtype if cache.dtype == "auto" else cache.dtype
     specs = model.cache_specs(page_size=cache.page_size, dtype=stored)
@@ -192,14 +192,15 @@ def plan_cache(
 
 
 def _check_host(layout: CacheLayout, cache: CacheConfig, devices: int) -> None:
-    """Raises `ValueError` if a host tier is too small for a page of some group, or for a checkpoint."""
+    """Raises `ValueError` if a host tier has no room for the shortest prefix, which no request could find then."""
     pages = (group.bytes_per_unit for group in layout.paged_groups)
-    each = max([checkpoint_bytes(layout), *pages])
+    each = checkpoint_bytes(layout) + sum(pages)
     # Each device copies its own part of a page or state.
     if cache.host_bytes and cache.host_bytes // devices < each:
         parts = f" on each of {devices} devices" if devices > 1 else ""
         raise ValueError(
-            f"host_bytes must be at least {devices * each:,}, since a page or checkpoint takes {each:,} bytes{parts}, "
+            f"host_bytes must be at least {devices * each:,}, since the shortest prefix takes {each:,} bytes{parts}, a "
+            f"page of each group of layers and a checkpoint of states, "
             f"got {cache.host_bytes:,}; raise it, or set 0 to keep nothing on the host"
         )
 

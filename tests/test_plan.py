@@ -24,6 +24,7 @@ from jaxkv.weights.quantised.weight_forms import weight_forms
 from pallas_kernels.dispatch import Unsupported
 from tests.jax_settings import cache_settings
 from tests.models.hf_config.test_config_json_hybrid import QWEN3_NEXT
+from tests.models.hf_config.test_config_json_window import GEMMA_4
 
 # Users have no shape checker before it, which refuses other types by itself.
 resolve_length = inspect.unwrap(checked_resolve_length)
@@ -68,14 +69,16 @@ def test_a_host_tier_has_room_for_a_page_on_each_device(devices):
     assert "host:" not in host_plan(devices, 0)
 
 
-def test_a_host_tier_has_room_for_a_checkpoint():
-    config = read_config(QWEN3_NEXT)
+@pytest.mark.parametrize("file", [QWEN3_NEXT, GEMMA_4])
+def test_a_host_tier_has_room_for_a_page_of_each_group_and_a_checkpoint(file):
+    config = read_config(file)
     room = {"dtype": "float32", "max_model_len": 64, "free_bytes": None}
     layout, _ = plan_cache(build_model(config), CACHE, **room)
-    each = checkpoint_bytes(layout)
-    assert each > max(group.bytes_per_unit for group in layout.paged_groups)
+    pages = [group.bytes_per_unit for group in layout.paged_groups]
+    assert len(pages) > 1 or layout.state_groups
+    each = checkpoint_bytes(layout) + sum(pages)
     plan_cache(build_model(config), replace(CACHE, host_bytes=each), **room)
-    with pytest.raises(ValueError, match=f"host_bytes must be at least {each:,}, since a page or"):
+    with pytest.raises(ValueError, match=f"host_bytes must be at least {each:,}, since the sho"):
         plan_cache(build_model(config), replace(CACHE, host_bytes=each - 1), **room)
 
 

@@ -28,10 +28,10 @@ class CacheConfig:
             layers reuse no prefix. "auto" keeps up to four checkpoints per sequence in flight, in at most a tenth of
             `budget_bytes`; `None` or 0 keeps none.
         host_bytes: bytes of host memory for evicted prefixes, which are swapped in when a prompt needs them; 0 for
-            none, else at least those of a page or checkpoint on each device. The memory is pinned where the device
-            allows it. On a GPU it is reserved when the engine is made, by JAX, whose pool doubles until it is large
-            enough; elsewhere it is allocated as it fills. JAX pins at most 64 GiB; the environment variable
-            XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB changes this limit at start.
+            none, else at least those of the shortest prefix on each device: a page of each group of layers, and a
+            checkpoint. The memory is pinned where the device allows it. On a GPU it is reserved when the engine is
+            made, by JAX, whose pool doubles until it is large enough; elsewhere it is allocated as it fills. JAX pins
+            at most 64 GiB; the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB changes this limit at start.
         full_hits: store the last hidden state with each checkpoint, so that a prompt whose tokens are all cached
             computes no token before its first output.
         routed_experts: store the experts that the routers of a mixture chose for each token, in pages beside keys and

@@ -12,6 +12,9 @@ from jaxkv.config.sampling import SamplingParams
 from jaxkv.config.speculation import SpeculationConfig, speculation_of
 from jaxkv.config.vllm_names import ALIASES, accepts_vllm_names, unknown_option
 
+MOST_WARMED = 2**20
+"""Most requests at once for which a warm-up compiles the programs."""
+
 
 @accepts_vllm_names
 @dataclass(frozen=True, kw_only=True)

@@ -181,6 +181,8 @@ class SamplingParams:
                 f"logprobs_mode is {self.logprobs_mode!r}, but a greedy request draws from no distribution, and "
                 f"temperature {self.temperature} is greedy; give one of at least 2**-126, or logprobs_mode='raw'"
             )
+        if self.temperature < SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")

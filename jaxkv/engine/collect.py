@@ -83,7 +83,7 @@ class Collector:
     def collect(self, step: InFlightStep, sampled: Sequence[SampledRows]) -> list[Ended]:
         """Applies the results of a step; returns the requests that ended or failed.
 
-        It runs for each row of each step, so what most rows need is decided here without a call.
+        Its loop runs for each row of each step, so what most rows need is decided here without a call.
 
         A row is dropped if its request was preempted or ended since the dispatch, which has changed the request's
         epoch.

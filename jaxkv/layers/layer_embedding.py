@@ -56,6 +56,6 @@ def add_layer_embedding(
         eps: epsilon of the norm.
     """
     gate = activate(project(params["layer_gate"], hidden), activation=activation)
-    # Without the barrier it would cut out the layer's part in a kernel of its own, before the projection.
+    # Without the barrier XLA would cut out the layer's part in a kernel of its own, before the projection.
     added = project(params["layer_out"], jax.lax.optimization_barrier(gate * own))
     return hidden + rms_norm(params["layer_out_norm"], added, eps=eps)

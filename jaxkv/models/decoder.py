@@ -88,6 +88,10 @@ class Decoder:
                 f"the pattern names {listed([repr(name) for name in sorted(unknown)])}; blocks are {', '.join(BLOCKS)}"
             )
 
+        for stage in {stage for stages in self.config.pattern for stage in stages}:
+            _, blocks = Stage.parse(stage)
+            if len(blocks) > 1 and (own := [name for name in blocks if BLOCKS[name].sums]):
+                raise ValueError(f"{own[0]!r} must be the only block of its stage, got {stage!r}")
         if self.keeps_experts and not self._expert_layers:
             raise ValueError(
                 f"routed_experts need a mixture of experts, and this {self.config.family} has none; turn them off"
@@ -385,7 +389,6 @@ class Decoder:
                     outputs.append(y)
                 if not is_joining:
                     is_sum = any(BLOCKS[name].sums for name in blocks)
-                    assert not is_sum or len(blocks) == 1, "only a block of its own sums"
                     total = self._added(joining, outputs, after, peers, is_sum=is_sum)
                 else:
                     (total,) = outputs

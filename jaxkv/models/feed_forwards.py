@@ -18,8 +18,9 @@ _Routing = tuple[Int[Array, "tokens top_k"], Float[Array, "tokens top_k"]]
 """Each token's experts, and their weights."""
 
 
-def _gated_leaves(config: ModelConfig, *, widths: int = 1) -> dict[str, Leaf]:
-    hidden, size = config.hidden_size, widths * config.ffn_size
+def _gated_leaves(config: ModelConfig, *, width: str = "ffn_size") -> dict[str, Leaf]:
+    """Returns the leaves of a feed-forward whose inner width is a field or property of the config."""
+    hidden, size = config.hidden_size, getattr(config, width)
     inner = (size, size)
     rows = Split(0, (inner, inner))
     leaves = {
@@ -187,7 +188,7 @@ def _run_dense_and_mixture(inputs: BlockInputs) -> BlockOutput:
 
 
 GATED = Block(_gated_leaves, _run_gated, joins=True)
-DOUBLE_GATED = Block(partial(_gated_leaves, widths=2), _run_gated, joins=True)
+DOUBLE_GATED = Block(partial(_gated_leaves, width="double_ffn_size"), _run_gated, joins=True)
 PLAIN = Block(_plain_leaves, _run_plain)
 MIXTURE = Block(_mixture_leaves, _run_mixture)
 SHARED = Block(_shared_leaves, _run_shared)

@@ -116,17 +116,18 @@ def _kv_shared_leaves(config: ModelConfig, *, is_global: bool = False) -> dict[s
 
 
 def _run_kv_shared(inputs: BlockInputs) -> BlockOutput:
+    config = inputs.config
     mixed = attention_to_earlier_keys(
         inputs.params,
         inputs.cache,
-        inputs.hidden,
+        scaled(inputs.hidden, config.multipliers.attention_in),
         inputs.batch,
         inputs.pages,
         inputs.angles,
-        sizes=attention_sizes(inputs.config, inputs.layer),
+        sizes=attention_sizes(config, inputs.layer),
         implementation=inputs.implementation,
     )
-    return {}, mixed
+    return {}, scaled(mixed, config.multipliers.attention_out)
 
 
 def _state_dtype(config: ModelConfig, dtype: str) -> str:

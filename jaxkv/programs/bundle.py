@@ -164,8 +164,11 @@ class Bundle:
             raise BadBundle(
                 f"{self._damaged(_MANIFEST)}: it was edited, since its entries have another sha256 than it names"
             )
-        self.facts: Facts = manifest["facts"]
-        self._specs_sha256: str = manifest["specs_sha256"]
+        try:
+            self.facts: Facts = manifest["facts"]
+            self._specs_sha256: str = manifest["specs_sha256"]
+        except KeyError as error:
+            raise BadBundle(f"{self._damaged(_MANIFEST)}: it lacks {error}") from error
 
     def refuse_unless(self, facts: Facts) -> None:
         """Raises `BadBundle` with every difference if the bundle was made for other facts.
@@ -258,7 +261,7 @@ def _digest(path: Path) -> str:
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     """Returns the hash of all entries of a manifest but "sha256", which is the same once JSON has held them."""
     entries = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _differences(here: Any, bundled: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401 - facts

@@ -7,10 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxkv.config.checks import as_int
+from jaxkv.config.engine import MOST_WARMED
 from jaxkv.config.sampling import SamplingParams
-
-_MOST_AT_ONCE = 2**20
-"""The largest batch that `LLM.warm_up` takes."""
 
 WARM_SAMPLINGS: Mapping[str, SamplingParams] = MappingProxyType(
     {
@@ -42,7 +40,7 @@ def warm_up_served(
     why = f"max_model_len is {llm.max_model_len}, of which one token is generated"
     for batch, prompt_tokens, _ in sizes:
         given = f"--warm-up {batch}:{prompt_tokens}"
-        as_int(f"BATCH of {given}", batch, 1, _MOST_AT_ONCE)
+        as_int(f"BATCH of {given}", batch, 1, MOST_WARMED)
         as_int(f"TOKENS of {given}", prompt_tokens, 1, longest, why)
     # One program serves all processors.
     names = [one.name for one in llm.engine.runner.processors.processors]
@@ -50,7 +48,6 @@ def warm_up_served(
     # One program serves all adapters, too.
     adapters = [None, *list(llm.list_loras())[:1]]
     for batch, prompt_tokens, samplings in sizes:
-        most = max(1, llm.max_model_len - prompt_tokens)
         # From those with most features: in the background, their programs can serve for the others first.
         kinds = [name for name in [*WARM_SAMPLINGS][::-1] if name in samplings]
         for sampling, processors, adapter in product(kinds, reversed(calls), reversed(adapters)):
@@ -60,7 +57,7 @@ def warm_up_served(
                 background=background,
                 sampling=replace(
                     WARM_SAMPLINGS[sampling],
-                    max_tokens=most,
+                    max_tokens=llm.max_model_len - prompt_tokens,
                     logits_processors=processors,
                     lora=adapter,
                 ),

@@ -103,7 +103,11 @@ class LoraLeaves:
         """
         named = {self._rules.name_of(name, self._config): one for name, one in adapters.items()}
         known = {name for recipe in self._recipes.values() for name in recipe.sources}
-        if strange := sorted(named.keys() - known):
+        # An adapter may have factors of weights that the model ignores in a checkpoint too.
+        unknown = named.keys() - known
+        if strange := sorted(
+            name for name in unknown if not self._rules.ignores(name, self._config)
+        ):
             raise BadCheckpoint(
                 f"{where} adapts {clip(listed(strange[:3]))}, to which requests cannot add adapters: they add them to "
                 f"projections of attention, feed-forwards and recurrent mixers of this {self._config.family} model; "

@@ -170,7 +170,8 @@ class RuleSet:
     Attributes:
         rules: the rules of the leaves.
         ignored: patterns of tensor names that a model does not need.
-        unused: (block, pattern of tensor names with `{layer}`) that a layer with the block does not need.
+        unused: (block, pattern of tensor names with the layer's number as the first group) that a layer with the block
+            does not need.
         tied: (copy, original) names; with tied embeddings a checkpoint may hold both, if they are equal.
         further_layers: pattern of the beginning of a layer's tensor names, with the layer's number as a group. Tensors
             of the config's `mtp_layers` after the model's last layer are ignored.
@@ -204,13 +205,12 @@ class RuleSet:
             found = re.match(self.further_layers, name)
             if found is not None and 0 <= int(found[1]) - config.num_layers < config.mtp_layers:
                 return True
-        patterns = [
-            pattern.format(layer=layer)
-            for block, pattern in self.unused
-            for layer in range(config.num_layers)
-            if block in config.blocks_of(layer)
-        ]
-        return any(re.fullmatch(pattern, name) for pattern in (*self.ignored, *patterns))
+        for block, pattern in self.unused:
+            found = re.fullmatch(pattern, name)
+            layer = config.num_layers if found is None else int(found[1])
+            if layer < config.num_layers and block in config.blocks_of(layer):
+                return True
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True)

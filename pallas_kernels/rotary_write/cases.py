@@ -94,6 +94,7 @@ CASES = (
     Case("width-80", 4, 2, 8, 2, 1, 80, 40, padding_tokens=1, ci=True),
     Case("width-6", 4, 2, 4, 4, 2, 6, 3, norm=True, padding_tokens=1, ci=True),
     Case("width-256", 3, 1, 16, 2, 1, 256, 128, norm=True, ci=True),
+    Case("values-int8", 5, 2, 8, 6, 3, 64, 16, quantised="int8", value_norm=True, ci=True),
     Case("values", 6, 3, 8, 4, 2, 64, 16, True, padding_tokens=2, value_norm=True, ci=True),
     Case("fp8", 6, 2, 8, 4, 2, 128, 64, quantised="float8_e4m3fn", padding_tokens=2, ci=True),
     Case("int8-norm", 5, 2, 8, 6, 3, 64, 16, True, "int8", padding_tokens=2, ci=True),

@@ -36,6 +36,12 @@ def test_a_count_is_not_negative(name):
         SamplingParams(**{name: -1})
 
 
+def test_a_temperature_that_the_device_may_flush_to_zero_is_zero():
+    """So such a request needs no program that draws."""
+    assert SamplingParams(temperature=1e-38).temperature == 0.0
+    assert SamplingParams(temperature=2.0**-126).temperature == 2.0**-126
+
+
 def test_minus_one_keeps_all_tokens_as_zero_does_and_no_most_tokens_is_the_contexts_end():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     assert SamplingParams(max_tokens=None, min_tokens=100).max_tokens is None

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.config.blocks import Multipliers
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.protocol import Model
 from jaxkv.models.registry import build_model, read_config
 from tests.layers.jaxprs import equations
@@ -27,6 +29,8 @@ TINY = {
     "sliding_window": 6,
     "max_window_layers": 2,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3_MOE = TINY | EXPERTS | {"model_type": "qwen3_moe", "head_dim": 8, "use_sliding_window": False}
 SMALL = {"max_tokens": 32, "step_tokens": 16, "page_size": 4}
 
 
@@ -51,6 +55,42 @@ def test_a_decoder_is_a_model_and_can_be_static(model):
     assert (answers.vocab_size, answers.num_layers, answers.max_positions) == (61, 3, 64)
     assert hash(model) == hash(build_model(read_config(TINY)))
     assert model != build_model(read_config(TINY), implementation="xla")
+
+
+def test_a_block_that_sums_over_the_devices_is_the_only_one_of_its_stage():
+    config = read_config(QWEN3_MOE)
+    own, both = ("dense_and_mixture",), ("dense_and_mixture+gated",)
+    build_model(replace(config, pattern=(("attention", *own),) * config.num_layers))
+    with pytest.raises(ValueError, match="'dense_and_mixture' must be the only block of its stage"):
+        build_model(replace(config, pattern=(("attention", *both),) * config.num_layers))
+
+
+def test_attention_to_keys_of_another_layer_has_the_factors_of_attention():
+    """Factors of its input and output are those of its weights."""
+    file = {name: value for name, value in TINY.items() if "window" not in name}
+    config = read_config(file | {"model_type": "llama"})
+    shared = replace(
+        config,
+        windows=(None,) * 3,
+        pattern=(("attention", "gated"), ("kv_shared_attention", "gated"), ("attention", "gated")),
+        key_owners=(0, 0, 2),
+    )
+    scaled = replace(shared, multipliers=Multipliers(attention_in=2.0, attention_out=3.0))
+    plain, other = (Decoder(one, implementation="xla") for one in (shared, scaled))
+    params = jax.tree.map(
+        lambda leaf: leaf * 10 if leaf.ndim == 2 else leaf,
+        plain.init_params(jax.random.key(1), "float32"),
+    )
+    factors = {"qkv": 2.0, "q": 2.0, "o": 3.0}
+    layers = tuple(
+        {name: leaf * factors.get(name, 1.0) for name, leaf in layer.items()}
+        for layer in params["layers"]
+    )
+    [wanted] = Driver(plain, params | {"layers": layers}, **SMALL).prefill([prompt(9)])
+    [got] = Driver(other, params, **SMALL).prefill([prompt(9)])
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    [unscaled] = Driver(plain, params, **SMALL).prefill([prompt(9)])
+    assert np.abs(got - unscaled).max() > 0.1 * np.abs(wanted).max()
 
 
 def test_prompts_are_whole_where_angles_depend_on_the_length_of_the_sequence(model):

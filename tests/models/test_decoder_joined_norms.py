@@ -19,11 +19,9 @@ from tests.devices import needs_devices
 from tests.layers.jaxprs import equations
 from tests.models.driver import Driver, run_step
 from tests.models.hf_config.test_config_json_hybrid import QWEN3_NEXT
-from tests.models.test_decoder import SMALL, TINY, prompt
+from tests.models.test_decoder import QWEN3_MOE, SMALL, TINY, prompt
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "sliding_window": None}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-QWEN3_MOE = TINY | MOE | {"model_type": "qwen3_moe", "head_dim": 8, "use_sliding_window": False}
 PLAIN = {name: value for name, value in TINY.items() if "window" not in name}
 
 
@@ -129,6 +127,8 @@ def test_models_that_do_more_between_two_blocks_keep_their_norms():
     for changed in (
         replace(config, multipliers=Multipliers(residual=0.5)),
         replace(config, wide_residual=True),
+        replace(config, layer_embedding_size=8),
+        replace(config, layer_scalars=True),
     ):
         other = build_model(changed, implementation="mosaic_gpu")
         assert other._next_norms(params, hidden, None) is None

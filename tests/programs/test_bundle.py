@@ -15,7 +15,7 @@ from jaxkv.config.cache import CacheConfig
 from jaxkv.errors import BadBundle
 from jaxkv.links.values import Values
 from jaxkv.programs import compile as compilation
-from jaxkv.programs.bundle import Bundle, facts_of, write_bundle
+from jaxkv.programs.bundle import Bundle, _manifest_digest, facts_of, write_bundle
 from jaxkv.programs.fingerprint import environment
 from jaxkv.programs.manifest import Lowering, Programs
 from jaxkv.runner.program_specs import StepSpec
@@ -257,10 +257,19 @@ def test_a_manifest_without_a_format_is_refused(folder, text):
         Bundle(folder)
 
 
-def test_a_manifest_in_other_white_space_is_the_same(folder):
+def test_a_manifest_in_other_white_space_or_order_is_the_same(folder):
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text())))
-    Bundle(folder).refuse_unless(FACTS)
+    for options in ({}, {"sort_keys": True, "indent": 4}):
+        path.write_text(json.dumps(json.loads(path.read_text()), **options))
+        Bundle(folder).refuse_unless(FACTS)
+
+
+def test_a_manifest_that_never_had_facts_is_refused(folder):
+    path = folder / "manifest.json"
+    manifest = {"format": json.loads(path.read_text())["format"]}
+    path.write_text(json.dumps(manifest | {"sha256": _manifest_digest(manifest)}))
+    with pytest.raises(BadBundle, match=r"damaged, make it again .*: it lacks 'facts'"):
+        Bundle(folder)
 
 
 def test_a_link_to_nothing_is_told(folder):

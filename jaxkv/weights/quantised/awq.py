@@ -75,7 +75,7 @@ def read(
     count = scales.shape[0] if scales.shape else 0
     check(scales, ((count, rows),), SCALES)
     check(zeros, ((count, words.shape[1]),), ("I32",))
-    groups = even_groups(scales, columns, count, scheme.group)
+    groups = even_groups(scales, columns, count, scheme.group_sizes)
     source = _Rows((words, scales, zeros))
     made = QuantisedTensor(
         f"{module}.weight", (rows, columns), "int4", source, groups, has_zeros=True

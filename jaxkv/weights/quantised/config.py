@@ -301,16 +301,17 @@ def _modelopt(settings: _Settings) -> Scheme:
 def _algorithms_of_layers(settings: _Settings) -> list[str]:
     """Returns the algorithms of a mixed checkpoint; its tensors tell which one a layer has."""
     layers = settings.get("quantized_layers", {})
-    inner = [
-        _Settings(layer, f"{settings.place}: quantized_layers of {clip(repr(name), 80)}")
-        for name, layer in (layers.items() if isinstance(layers, Mapping) else ())
-        if isinstance(layer, Mapping)
-    ]
-    if not inner:
-        raise UnknownConfig(f"{settings.place} is MIXED_PRECISION and lacks quantized_layers")
-    for layer in inner:
-        layer.expect("quant_algo", tuple(_MODELOPT))
-    return sorted({str(layer.get("quant_algo")) for layer in inner})
+    if not isinstance(layers, Mapping) or not layers:
+        raise UnknownConfig(f"{settings.place} is {_MIXED} and lacks quantized_layers")
+    found = set()
+    for name, layer in layers.items():
+        place = f"{settings.place}: quantized_layers of {clip(repr(name), 80)}"
+        if not isinstance(layer, Mapping):
+            raise UnknownConfig(f"{place} must be an object, got {clip(repr(layer), 80)}")
+        inner = _Settings(layer, place)
+        inner.expect("quant_algo", tuple(_MODELOPT))
+        found.add(str(inner.get("quant_algo")))
+    return sorted(found)
 
 
 def _e4m3(name: str, ignored: tuple[str, ...]) -> Scheme:
@@ -417,6 +418,10 @@ def _compressed(settings: _Settings) -> Scheme:
     code, group, _ = found[0]
     block = next((block for _, _, block in found if block is not None), None)
     name = f"compressed-tensors {form} ({code})"
+    # Weights of other numbers are never multiplied with rounded activations.
+    in_fp8 = [
+        one for one, (code, _, _) in zip(schemes, found, strict=True) if code == "float8_e4m3fn"
+    ]
     # A group may have a form of its own.
     readers: dict[Reader, None] = dict.fromkeys(reader for reader, _ in _COMPRESSED.values())
     return Scheme(
@@ -426,7 +431,8 @@ def _compressed(settings: _Settings) -> Scheme:
         group,
         block,
         settings.names("ignore"),
-        rounds_rows=all(_rounds_rows(group) for group in schemes),
+        rounds_rows=bool(in_fp8) and all(map(_rounds_rows, in_fp8)),
+        other_groups=tuple(size for _, size, block in found[1:] if size and not block),
     )
 
 

@@ -99,16 +99,22 @@ def read(
 def _block(
     shape: tuple[int, ...], scales: StoredTensor, configured: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Returns rows and columns that share a scale: those of the config, or else by the shape of the scales."""
+    """Returns rows and columns that share a scale: those of the config, or else by the shape of the scales.
+
+    Beside blocks, a file may have weights with a scale for each row or one for the matrix.
+    """
     rows, columns = shape
-    if scales.shape in ((), (1,), (1, 1)) and configured is None:
-        block, shapes = (rows, columns), ((), (1,), (1, 1))
-    elif configured is not None:
-        block = configured
-        shapes = ((-(-rows // configured[0]), -(-columns // configured[1])),)
+    single, by_row = ((), (1,), (1, 1)), ((rows,), (rows, 1))
+    if configured is not None:
+        blocks = (-(-rows // configured[0]), -(-columns // configured[1]))
+        if scales.shape == blocks or scales.shape not in (*single, *by_row):
+            check(scales, (blocks,), SCALES)
+            return configured
+    if scales.shape in single:
+        block, shapes = (rows, columns), single
     elif len(scales.shape) == 2 and scales.shape[1] > 1 and columns % scales.shape[1] == 0:
         block, shapes = (1, columns // scales.shape[1]), ((rows, scales.shape[1]),)
     else:
-        block, shapes = (1, columns), ((rows,), (rows, 1))
+        block, shapes = (1, columns), by_row
     check(scales, shapes, SCALES)
     return block

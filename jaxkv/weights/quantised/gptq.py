@@ -74,7 +74,7 @@ def read(
     count = scales.shape[0] if scales.shape else 0
     check(scales, ((count, rows),), SCALES)
     check(zeros, ((count, -(-rows * bits // 32)),), ("I32",))
-    groups = even_groups(scales, columns, count, scheme.group)
+    groups = even_groups(scales, columns, count, scheme.group_sizes)
     if parts["g_idx"] is not None:
         groups = _places(parts["g_idx"], columns, count)
     points = _zero_points(zeros, rows, bits, scheme)

@@ -29,8 +29,8 @@ _READERS = {
 }
 
 _OF_ACTIVATIONS = re.compile(
-    r".*\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|output_scale|output_zero_point|[qkv]_scale|[qkv]_zero_point"
-    r"|(k_proj|v_proj)\.output_scale)"
+    r".*\.(input_scale|input_scale_ub|input_global_scale|input_zero_point|output_scale|output_zero_point"
+    r"|[qkv]_scale|[qkv]_zero_point|(k_proj|v_proj)\.output_scale)"
 )
 """Names of the scales of activations and of keys and values, which are not quantised by them here."""
 

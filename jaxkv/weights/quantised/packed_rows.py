@@ -84,7 +84,7 @@ def read(
     if len(scales.shape) != 2 or not 0 < scales.shape[1] <= columns:
         check(scales, ((rows, 1),), SCALES)
     check(scales, ((rows, scales.shape[1]),), SCALES)
-    groups = even_groups(scales, columns, scales.shape[1], scheme.group)
+    groups = even_groups(scales, columns, scales.shape[1], scheme.group_sizes)
     zeros, places = parts["zero_point"], parts["g_idx"]
     if places is not None:
         groups = _places(places, columns, scales.shape[1], groups)

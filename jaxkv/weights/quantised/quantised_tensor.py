@@ -1,5 +1,6 @@
 """`QuantisedTensor`: one weight in 8 or 4 bits in a checkpoint, of any format, by rows in the layout of `FewBits`."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -267,7 +268,7 @@ def unpacked(words: UInt8[np.ndarray, "... bytes"], bits: int) -> UInt8[np.ndarr
 
 
 def even_groups(
-    tensor: StoredTensor, columns: int, count: int, configured: int | None
+    tensor: StoredTensor, columns: int, count: int, configured: Collection[int]
 ) -> Int[np.ndarray, " columns"]:
     """Returns the group of each column, of `count` groups of adjacent columns.
 
@@ -275,13 +276,20 @@ def even_groups(
         tensor: the scales, for error messages.
         columns: number of columns.
         count: number of groups.
-        configured: columns of a group in the config, of which the last group may have fewer; `None` for whole rows.
+        configured: columns of a group in the config, of which the last group of a row may have fewer; several if it
+            has groups of several sizes, none for whole rows.
 
     Raises:
-        BadCheckpoint: there are not that many groups, nor do they divide the columns.
+        BadCheckpoint: there are not that many groups, nor do they divide the columns, or several sizes give as many.
     """
-    if configured is not None and -(-columns // configured) == count:
-        return np.arange(columns) // configured
+    fitting = sorted({size for size in configured if -(-columns // size) == count})
+    if len(fitting) > 1 and count > 1:
+        raise BadCheckpoint(
+            f"{tensor.path}: {clip(repr(tensor.name))} has {count} groups for {columns} columns, which may be of "
+            f"{' or '.join(map(str, fitting))} columns by the config"
+        )
+    if fitting:
+        return np.arange(columns) // fitting[-1]
     if not count or columns % count:
         raise BadCheckpoint(
             f"{tensor.path}: {clip(repr(tensor.name))} has {count} groups for {columns} columns"

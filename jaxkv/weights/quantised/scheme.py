@@ -31,6 +31,7 @@ class Scheme:
         symmetric: whether all zero points are said to be in the middle; a file that has others is refused.
         rounds_rows: whether activations are meant to be rounded to float8_e4m3fn too, with a scale per token or one for
             the matrix; see `FewBits`.
+        other_groups: columns that share a scale, of other weights.
     """
 
     name: str
@@ -43,6 +44,12 @@ class Scheme:
     zero_is_one_less: bool = False
     symmetric: bool = False
     rounds_rows: bool = False
+    other_groups: tuple[int, ...] = ()
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """The columns that share a scale in the file, of all sizes that its config names."""
+        return (*([] if self.group is None else [self.group]), *self.other_groups)
 
     def ignores(self, weight: str) -> bool:
         """Whether a weight is expected to be stored as it is, by its name in the checkpoint.

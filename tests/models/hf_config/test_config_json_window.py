@@ -286,8 +286,9 @@ def test_keys_are_shared_with_an_earlier_layer_that_has_its_own_and_the_same_win
         ValueError, match="whose blocks are global_attention, gated, and needs attention"
     ):
         replace(config, pattern=tuple(other))
-    with pytest.raises(ValueError, match="keys have no qkv_bias, sinks; leave key_owners empty"):
-        replace(config, qkv_bias=True, sinks=True)
+    for name in ("qkv_bias", "o_bias", "sinks", "wide_qk_norm", "late_qk_norm", "attention_gate"):
+        with pytest.raises(ValueError, match=f"keys have no {name}; leave key_owners empty"):
+            replace(config, **{name: True})
     with pytest.raises(ValueError, match="key_owners must be an int in"):
         replace(config, key_owners=(1, *config.key_owners[1:]))
     with pytest.raises(ValueError, match="one entry per layer"):

@@ -117,6 +117,8 @@ def in_fp8(weights, activations, *more):
         (in_fp8(FLOAT8 | {"strategy": "tensor"}, PER_TENSOR), True),
         (in_fp8(FLOAT8, TOKENS, (FLOAT8, PER_TENSOR)), True),
         (in_fp8(FLOAT8, TOKENS, (FLOAT8, None)), False),
+        # Activations before other weights have no part in it.
+        (in_fp8(FLOAT8, TOKENS, (FLOAT8 | {"type": "int"}, IN_INT8)), True),
         (in_fp8(FLOAT8, TOKENS, (BLOCKS, OF_GROUPS)), False),
         (in_fp8(FLOAT8, None), False),
         (in_fp8(FLOAT8, IN_INT8), False),
@@ -184,6 +186,10 @@ def test_the_key_of_older_files_is_read_too():
                     "quant_algo = 'NVFP4_AWQ'; supported: 'FP8', .*'NVFP4'",
                 ),
                 (MIXED | {"quantized_layers": {}}, "lacks quantized_layers"),
+                (
+                    MIXED | {"quantized_layers": LAYERS | {"c": "NVFP4_AWQ"}},
+                    "quantized_layers of 'c' must be an object, got 'NVFP4_AWQ'",
+                ),
                 (
                     MIXED | {"quantized_layers": LAYERS | {"c": {"quant_algo": "MXFP8"}}},
                     "quantized_layers of 'c' sets quant_algo = 'MXFP8'",

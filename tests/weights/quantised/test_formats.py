@@ -255,6 +255,52 @@ def test_a_scale_of_nvfp4_that_is_nan_is_refused(tmp_path, kit, form):
         weight_of(stored, file).read(np.empty(4 * 32, np.float32))
 
 
+INT4, FP8_ROWS, FP8_BLOCKS = (
+    {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+    {"num_bits": 8, "type": "float", "strategy": "channel"},
+    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 128]},
+)
+
+
+def in_groups(*weights):
+    """Returns a config of compressed-tensors whose groups have formats of their own."""
+    forms = {4: "pack-quantized", 8: "float-quantized"}
+    groups = {
+        str(number): {"format": forms[one["num_bits"]], "weights": one}
+        for number, one in enumerate(weights)
+    }
+    said = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    return said | {"config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        # 160 columns in groups of 128 and 32, and not twice 80.
+        definitions.packed(5, 160, group=128),
+        definitions.packed(5, 160, group=64, seed=1),
+        definitions.eight_bit(9, 40, shape=(9, 1)),
+        definitions.eight_bit(9, 40, shape=()),
+        definitions.eight_bit(70, 160, block=(32, 128)),
+        definitions.eight_bit(20, 100, block=(32, 128)),
+    ],
+)
+def test_a_weight_means_the_same_whatever_groups_the_config_has_beside_its_own(tmp_path, kit, file):
+    several = (INT4, INT4 | {"group_size": 64}, FP8_ROWS, FP8_BLOCKS)
+    for said in (several, several[::-1]):
+        with opened(tmp_path, kit, file._replace(config=in_groups(*said))) as stored:
+            got = np.empty(file.means.size, np.float32)
+            weight_of(stored, file._replace(config=in_groups(*said))).read(got)
+        np.testing.assert_array_equal(got.reshape(file.means.shape), file.means)
+
+
+def test_groups_of_two_sizes_that_a_weight_may_have_are_refused(tmp_path, kit):
+    file = definitions.packed(5, 160, group=128)
+    file = file._replace(config=in_groups(INT4, INT4 | {"group_size": 96}))
+    with opened(tmp_path, kit, file) as stored, pytest.raises(BadCheckpoint, match="96 or 128"):
+        weight_of(stored, file)
+
+
 def test_a_matrix_of_zeros_has_a_scale_of_zero(tmp_path, kit):
     file = changed(MODELOPT, "a.weight_scale_2", lambda scale: 0 * scale)
     got = np.ones(file.means.size, np.float32)

@@ -259,7 +259,7 @@ _RULES = llama_rules(
 
 # Checkpoints may hold keys and values of these layers too; Transformers ignores the same names.
 _UNUSED = tuple(
-    (block, rf"model\.layers\.{{layer}}\.self_attn\.({part})\.weight")
+    (block, rf"model\.layers\.(\d+)\.self_attn\.{part}\.weight")
     for block in _KV_SHARED
     for part in ("k_proj", "v_proj", "k_norm")
 )
