@@ -34,7 +34,7 @@ from torch_bridge.transformers_cache.fingerprint import autocast
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.lent_states import LentStates
 from torch_bridge.transformers_cache.model_layout import LayerPlan, layer_specs, plan_layers
-from torch_bridge.transformers_cache.placing import begin_comparison, place
+from torch_bridge.transformers_cache.placing import begin_comparison, known_ids, place
 from torch_bridge.transformers_cache.sequences import Sequences, Unread
 from torch_bridge.transformers_cache.state_layout import can_begin_from_states
 from torch_bridge.transformers_cache.step import Step, active
@@ -398,7 +398,8 @@ class JaxkvCache(Cache):
         self._running.step = step
         # Single tokens compare no fingerprint.
         is_same = autocast() == self._store.autocast
-        self._unread = Unread(call.ids if is_same else None, call.positions, real, step.num_columns)
+        ids = known_ids(call, self._model) if is_same else None
+        self._unread = Unread(ids, call.positions, real, step.num_columns)
         step.enter()
         arguments = call.without_columns(left_out)
         # A copy, since hooks may change what they are given. It refers to this cache, so `_finish` drops it.

@@ -21,12 +21,17 @@ _STATES = ("linear_attention", "conv")
 _BOTH = "hybrid"
 """Kind of a layer with full attention and a recurrent mixer side by side."""
 _NOTHING = ("mlp", "moe")
+_LOOKS_AHEAD = "attends to later tokens, as a decoder too, so its keys cannot be kept"
 _UNFIT = {
+    "big_bird": _LOOKS_AHEAD,
     "cpmant": "puts a prompt of its own before the tokens, which takes columns of the cache",
     "doge": "attends to later tokens where no mask is made, as with sdpa and without padding",
     "gpt_neox_japanese": "takes keys as one contiguous array, which those gathered from pages are not",
+    "megatron-bert": _LOOKS_AHEAD,
     "prophetnet": "keeps the keys of several streams of tokens",
     "recurrent_gemma": "keeps the states of its recurrent layers in its modules, where no cache reaches them",
+    "rembert": _LOOKS_AHEAD,
+    "roformer": _LOOKS_AHEAD,
 }
 """Model type -> reason why it cannot use pages, for models whose config and modules do not show it."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from torch_bridge.sharing.leases import Lease
@@ -10,6 +11,21 @@ from torch_bridge.transformers_cache.fingerprint import KnownModel, turns_with_l
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 from torch_bridge.transformers_cache.sequences import Sequences
 from torch_bridge.transformers_cache.store import Store
+
+_COUNTS_OTHERWISE = (
+    "bamba",
+    "camembert",
+    "data2vec-text",
+    "kosmos_2_5_text_model",
+    "kosmos_2_text_model",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Types of decoders for which a column's number is not its position where no `position_ids` are given: Bamba begins at
+0 in each forward, and RoBERTa behind the id of its padding."""
 
 
 def place(
@@ -51,11 +67,26 @@ def place(
         everything = call.real_columns(np.zeros((call.shape[0], 0), bool))
         texts = _texts(call, model, sequences, everything)
         compare()
-        left_out = sequences.open_rows(texts, everything, call.can_leave_out(model.config))
+        # Where no row has a text, padding stays too: an argument that is not known may have an entry for each column.
+        has_text = any(text is not None for text in texts)
+        most = call.can_leave_out(model.config) if has_text else 0
+        left_out = sequences.open_rows(texts, everything, most)
         real = everything[:, left_out:]
     reused = int(sequences.real[:, :left_out].sum())
     sequences.grow(real, lease)
     return real, left_out, reused
+
+
+def known_ids(call: ForwardCall, model: PreTrainedModel) -> torch.Tensor | None:
+    """Returns the token ids of a forward, [rows, queries], if the keys depend on no other argument; else `None`."""
+    return None if call.positions is None and _counts_otherwise(model) else call.ids
+
+
+def _counts_otherwise(model: PreTrainedModel) -> bool:
+    """Whether a column's number is not its position where no `position_ids` are given."""
+    # Models of images and text add what the positions of their last images left behind.
+    adds = any(hasattr(one, "rope_deltas") for one in (model, model.base_model))
+    return adds or model.config.get_text_config(decoder=True).model_type in _COUNTS_OTHERWISE
 
 
 def begin_comparison(model: PreTrainedModel, known: KnownModel, store: Store) -> Callable[[], bool]:
@@ -74,7 +105,7 @@ def _texts(
     call: ForwardCall, model: PreTrainedModel, sequences: Sequences, real: np.ndarray
 ) -> list[list[int] | None]:
     """Returns the token ids of each row of a new batch; `None` where they do not determine the keys."""
-    ids = None if turns_with_length(model) else call.ids
+    ids = None if turns_with_length(model) else known_ids(call, model)
     if ids is None:
         return [None] * len(real)
     usual = sequences.are_texts(real, call.positions, 0, real.shape[1])

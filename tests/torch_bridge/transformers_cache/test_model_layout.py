@@ -29,10 +29,11 @@ def bert(**options):
     return transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, **options))
 
 
-def big_bird():
-    return transformers.BigBirdForCausalLM(
-        transformers.BigBirdConfig(**SIZES, attention_type="original_full")
-    )
+def decoder_of(name, **options):
+    """Returns a function that makes a BERT-like model as a decoder."""
+    config = getattr(transformers, f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return lambda: model(config(**SIZES, is_decoder=True, **options))
 
 
 def gemma(**options):
@@ -148,7 +149,6 @@ def hrm_text():
     ("make", "setting"),
     [
         (bert, "is_decoder=False in BertLayer"),
-        (big_bird, "is_decoder=False in BigBirdLayer"),
         (lambda: gemma(use_bidirectional_attention=True), "use_bidirectional_attention=True in"),
         (llama_that_sees_both_ways, "is_causal=False in LlamaAttention"),
         (llama_with_a_config_that_is_not_causal, "is_causal=False in its config"),
@@ -175,6 +175,10 @@ def test_a_bert_made_as_a_decoder_reuses_prefixes():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (decoder_of("BigBird", attention_type="original_full"), "attends to later tokens"),
+        (decoder_of("MegatronBert"), "attends to later tokens"),
+        (decoder_of("RemBert"), "attends to later tokens"),
+        (decoder_of("RoFormer"), "attends to later tokens"),
         (rwkv, "takes no cache: its forward has none of the arguments past_key_values"),
         (openai_gpt, "takes no cache"),
         (cpmant, "puts a prompt of its own before the tokens"),

@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from tests.torch_bridge.graphs.frozen import FrozenRecorder
 from tests.torch_bridge.tiny import (
     FAMILIES,
+    VOCAB,
     check,
     greedy,
     is_marked,
@@ -14,6 +21,7 @@ from tests.torch_bridge.tiny import (
     prompts,
     tiny_model,
 )
+from tests.torch_bridge.tiny_recurrent import recurrent_model
 from torch_bridge import JaxkvCache
 from torch_bridge.transformers_cache.forward_call import ForwardCall
 
@@ -149,6 +157,74 @@ def test_what_was_computed_at_other_positions_is_not_found_as_a_prefix(llama):
         greedy(llama, ids, mask, 6, past_key_values=cache), greedy(llama, ids, mask, 6)
     )
     assert cache.stats().tokens_reused == 0
+
+
+@pytest.mark.parametrize("kept", [[torch.arange(40)], [None], [None, None]])
+def test_bambas_positions_of_its_own_are_no_prefix(kept):
+    """Without `position_ids`, Bamba begins at position 0 in each forward."""
+    model = recurrent_model("Bamba")
+    ids, _ = prompts(1, 46)
+    cache = JaxkvCache(model, max_tokens=256, page_size=4)
+    options = {"past_key_values": cache, "logits_to_keep": 1}
+    with torch.no_grad():
+        wanted = model(ids, logits_to_keep=1).logits
+        for positions in (None, torch.arange(46)[None]):
+            for chunk, given in zip(ids[:, :40].chunk(len(kept), dim=1), kept, strict=True):
+                model(chunk, position_ids=given if given is None else given[None], **options)
+            cache.reset()
+            got = model(ids, position_ids=positions, **options).logits
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+            cache.reset(keep_prefix=False)
+    assert cache.stats().tokens_reused == (0 if None in kept else 40)
+
+
+def test_positions_of_its_own_that_a_roberta_counts_are_no_prefix():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.15}
+    config = RobertaConfig(**sizes, is_decoder=True, max_position_embeddings=128, pad_token_id=0)
+    model = RobertaForCausalLM(config).eval()
+    ids, mask = prompts(1, 40)
+    cache = JaxkvCache(model, max_tokens=256)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.reset()
+    wanted = greedy(model, ids, mask, 6, eos_token_id=None)
+    got = greedy(model, ids, mask, 6, eos_token_id=None, past_key_values=cache)
+    assert torch.equal(got, wanted)
+    assert cache.stats().tokens_reused == 0
+
+
+def test_positions_behind_an_earlier_image_are_no_prefix():
+    """Without `position_ids`, Qwen3-VL adds to the positions behind cached tokens what its last images left behind."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    turns = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    config = Qwen3VLConfig(
+        text_config={**sizes, "rope_parameters": turns, "initializer_range": 0.15},
+        vision_config={**sight, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    )
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.model.rope_deltas = torch.tensor([[9]])
+    ids, _ = prompts(1, 46)
+    cache = JaxkvCache(model, max_tokens=256)
+    with torch.no_grad():
+        model(input_ids=ids[:, :40], past_key_values=cache, logits_to_keep=1)
+        cache.reset()
+        got = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        wanted = model(input_ids=ids, logits_to_keep=1).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_embeddings_may_have_padding_in_front_of_all_rows(llama):
+    ids, mask = prompts(2, 20, (3, 5))
+    embeds = llama.get_input_embeddings()(ids).detach()
+    options = {"inputs_embeds": embeds, "attention_mask": mask, "max_new_tokens": 5}
+    wanted = llama.generate(do_sample=False, **options)
+    cache = JaxkvCache(llama, max_tokens=256)
+    assert torch.equal(llama.generate(do_sample=False, past_key_values=cache, **options), wanted)
 
 
 def test_tokens_given_as_embeddings_are_no_prefix(llama):
