@@ -136,9 +136,12 @@ def _text(content: str | list[TextPart | RefusalPart] | None) -> str:
 
 
 def _arguments(text: str) -> Mapping[str, Any] | str:
-    """Returns the arguments of an earlier call as templates take them, an object; what is none stays as it is."""
+    """Returns the arguments of an earlier call as templates take them, an object; what is none stays as it is.
+
+    Clients send calls without arguments as an empty text too.
+    """
     try:
-        found = json.loads(text)
+        found = json.loads(text or "{}")
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text

@@ -4,9 +4,10 @@ Source: Anthropic's Messages API. A stream and a plain answer run through the sa
 events.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from jaxkv.serve.api.responses_stream import Json
 from jaxkv.serve.http.work import Usage
@@ -17,6 +18,8 @@ from jaxkv.serve.parsers.events import (
     ToolCallArguments,
     ToolCallBegin,
 )
+from jaxkv.serve.parsers.json_text import loads
+from jaxkv.serve.parsers.source import Mismatch
 
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -158,9 +161,11 @@ def _usage(counted: Usage) -> Json:
 
 
 def _as_input(text: str) -> object:
-    """Returns the arguments of a call; those that were cut off are given as text under "partial_json"."""
+    """Returns the arguments of a call; those that no reply can hold as JSON are given as text under "partial_json"."""
     try:
-        given = json.loads(text or "{}")
-    except ValueError:
+        given = loads(text or "{}")
+        # Escapes may stand for half of a character.
+        msgspec.json.encode(given)
+    except (Mismatch, UnicodeEncodeError):
         return {"partial_json": text}
     return given if isinstance(given, dict) else {"value": given}

@@ -31,7 +31,7 @@ class Calls:
         source: the text.
         marked: whether the call that is being read stands behind a marker.
         begun: how many calls were begun.
-        parameters: function -> its parameters' JSON schemas, by name.
+        parameters: function -> the JSON schema of its parameters; empty if it has none.
     """
 
     def __init__(self, source: Source, answer: Answer, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -43,7 +43,7 @@ class Calls:
             for tool in tools
             if isinstance(function := tool.get("function", tool), Mapping)
             and isinstance(name := function.get("name"), str)
-            for parameters in [_properties(function.get("parameters"))]
+            for parameters in [_schema(function.get("parameters"))]
         }
         self._answer = answer
 
@@ -101,6 +101,5 @@ class Calls:
             yield from self.source.before(end, self.arguments)
 
 
-def _properties(schema: object) -> Mapping[str, Any]:
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def _schema(given: object) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else {}

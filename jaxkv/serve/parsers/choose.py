@@ -117,13 +117,20 @@ def open_parser(
     tool_format = TOOL_FORMATS[choice.tools].format if choice.tools and tools else None
     calls_format = None if isinstance(tool_format, Harmony) else tool_format
     reasoning = REASONING_FORMATS[choice.reasoning].format if choice.reasoning else None
+    # Ordinary tokens of structured output may spell what is removed elsewhere.
+    removed = _removed(choice) if has_form else ()
 
     def read(source: Source, answer: Answer) -> Steps[None]:
         calls = Calls(source, answer, tools)
         if choice.tools == _HARMONY or isinstance(reasoning, Harmony):
             known = calls if tool_format else None
             reader = HarmonyReader(
-                source, answer, known, reasoning=reasoning is not None, only_final=has_form
+                source,
+                answer,
+                known,
+                reasoning=reasoning is not None,
+                only_final=has_form,
+                removed=removed,
             )
             yield from reader.read(open_header(prompt_end))
             return
@@ -132,26 +139,41 @@ def open_parser(
             # The grammar begins behind the end marker, so a call cannot end the reasoning.
             ending = None if has_form else calls_format
             yield from read_reasoning(
-                source, answer, reasoning, is_open=is_open, tool_format=ending, calls=calls
+                source,
+                answer,
+                reasoning,
+                is_open=is_open,
+                tool_format=ending,
+                calls=calls,
+                removed=removed,
             )
         if is_forced:
-            yield from read_forced(calls, function)
-        if calls_format is None:
+            yield from read_forced(calls, function, has_form=has_form)
+        is_form = has_form and (calls.begun > 0 or not is_forced)
+        if is_form and (names := _removal(choice)) is not None:
+            yield from source.form(names, answer.content)
+        elif is_form or calls_format is None:
             yield from source.rest(answer.content)
         else:
             yield from read_content(source, answer, calls_format, calls)
 
-    return AnswerParser(read, _removed(choice))
+    return AnswerParser(read, None if has_form else _removal(choice))
 
 
 @lru_cache(maxsize=8)
-def _removed(choice: ParserChoice) -> Markers | None:
+def _removal(choice: ParserChoice) -> Markers | None:
+    """Returns the markers of what is no part of an answer; `None` if there are none."""
+    removed = _removed(choice)
+    return Markers(removed) if removed else None
+
+
+def _removed(choice: ParserChoice) -> set[str]:
     """Returns the texts that are no part of an answer."""
     reasoning = REASONING_FORMATS[choice.reasoning].format if choice.reasoning else None
     removed = set(() if reasoning is None or isinstance(reasoning, Harmony) else reasoning.removed)
     if choice.keeps_special_tokens:
         removed |= {*choice.special_tokens} - _markers(choice.tools, choice.reasoning)
-    return Markers(removed) if removed else None
+    return removed
 
 
 def _markers(tools: str | None, reasoning: str | None) -> set[str]:

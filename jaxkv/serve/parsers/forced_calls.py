@@ -155,7 +155,7 @@ def _placed(schema: Any, root: str, prefix: str, *, named: bool = False) -> Any:
     return placed
 
 
-def read_forced(calls: Calls, function: str | None) -> Steps[None]:
+def read_forced(calls: Calls, function: str | None, *, has_form: bool) -> Steps[None]:
     """Reads an answer that `forced_schema` describes, or nothing if it is none: it may be in the model's own format.
 
     An object or list of calls with their names is read too where only arguments are demanded; models without a grammar
@@ -164,7 +164,25 @@ def read_forced(calls: Calls, function: str | None) -> Steps[None]:
     Args:
         calls: what is read, and where calls are written.
         function: the one function that is demanded; `None` if any may be called.
+        has_form: whether a grammar demands the form, so that arguments are never calls with their names.
     """
+    if function is None or not has_form:
+        yield from _read_named(calls)
+    if calls.begun or function is None:
+        return
+    source = calls.source
+    source.hold()
+    yield from source.spaces()
+    if (yield from source.peek()) == "{":
+        calls.begin(function)
+        yield from calls.read_arguments(None)
+        source.drop()
+    else:
+        source.restore()
+
+
+def _read_named(calls: Calls) -> Steps[None]:
+    """Reads calls with their names, or nothing."""
     source = calls.source
     calls.marked = False
     source.hold()
@@ -176,13 +194,3 @@ def read_forced(calls: Calls, function: str | None) -> Steps[None]:
         else:
             source.restore()
     source.drop()
-    if calls.begun or function is None:
-        return
-    source.hold()
-    yield from source.spaces()
-    if (yield from source.peek()) == "{":
-        calls.begin(function)
-        yield from calls.read_arguments(None)
-        source.drop()
-    else:
-        source.restore()

@@ -1,6 +1,7 @@
 """Answers in OpenAI's harmony format: messages with a channel, and with a recipient if they are tool calls."""
 
 import re
+from collections.abc import Collection
 
 from jaxkv.serve.parsers.answer import Answer
 from jaxkv.serve.parsers.calls import Calls
@@ -17,9 +18,9 @@ FORM_END = _MESSAGE
 """The token that ends a header."""
 
 _HEADER_END = Markers([_MESSAGE, _START, *_ENDS])
-_MESSAGE_END = Markers([_START, _CHANNEL, *_ENDS])
+_MESSAGE_ENDS = (_START, _CHANNEL, *_ENDS)
+_MESSAGE_END = Markers(_MESSAGE_ENDS)
 _BETWEEN = Markers([_START, _CHANNEL, _MESSAGE, *_ENDS])
-_FORM_END = Markers(_ENDS)
 _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ROLE = re.compile(r"\s*\w*")
@@ -43,6 +44,7 @@ class HarmonyReader:
         calls: where calls are written; `None` if messages to functions are content.
         reasoning: whether reasoning is kept apart; otherwise it is content.
         only_final: whether the channel "final" alone is content, because it is structured output.
+        removed: texts of tokens that are no part of the answer, but may stand inside structured output.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class HarmonyReader:
         *,
         reasoning: bool,
         only_final: bool = False,
+        removed: Collection[str] = (),
     ) -> None:
         self._source = source
         self._answer = answer
         self._calls = calls
         self._think = answer.reasoning if reasoning else answer.content
         self._only_final = only_final
+        self._removed = removed
         # What is in no channel, or in one for the user beside the final one.
         self._other = self._think if only_final else answer.content
 
@@ -106,19 +110,16 @@ class HarmonyReader:
             return (yield from self._read_call(self._calls, function))
         is_internal = recipient not in ("", "assistant") and not function
         if self._only_final and header.endswith("".join(FORM_HEADER)):
-            return (yield from self._read_form())
+            names = Markers((*_ENDS, *self._removed))
+            yield from self._source.form(names, self._answer.content)
+            return ""
         is_reasoning = is_internal or (channel is not None and channel[1] == "analysis")
         emit = self._think if is_reasoning else self._other
-        marker = yield from self._source.until(_MESSAGE_END, emit)
+        ends = Markers((*_MESSAGE_ENDS, *self._removed)) if self._removed else _MESSAGE_END
+        while (marker := (yield from self._source.until(ends, emit))) in self._removed:
+            pass
         self._answer.marker()
         return marker
-
-    def _read_form(self) -> Steps[str]:
-        """Reads a message of structured output, in which ordinary tokens may spell markers, to the end."""
-        while marker := (yield from self._source.until(_FORM_END, self._answer.content)):
-            if (yield from self._source.peek()):
-                self._answer.content(marker)
-        return ""
 
     def _function(self, recipient: str) -> str | None:
         """Returns the name of the function that a message is for; `None` if it is for something else."""

@@ -28,7 +28,9 @@ class ObjectWriter:
         is_complete: bool = False,
     ) -> None:
         self._calls = calls
-        self._schemas = calls.parameters.get(name, {})
+        self._parameters = calls.parameters.get(name, {})
+        properties = self._parameters.get("properties")
+        self._schemas = properties if isinstance(properties, Mapping) else {}
         self._unknown = unknown
         self._is_complete = is_complete
         self._separator = "{"
@@ -54,14 +56,14 @@ class ObjectWriter:
         write = self.key(key)
         schema = self._schemas.get(key, self._unknown) if is_string is None else None
         source = self._calls.source
-        if is_string or is_text(schema):
+        if is_string or is_text(schema, self._parameters):
             write('"')
             marker = yield from source.until(end, lambda text: write(escaped(text)))
             write('"' if marker else "")
             return marker
         pieces: list[str] = []
         marker = yield from source.until(end, pieces.append)
-        write(as_json("".join(pieces), schema) if marker else "")
+        write(as_json("".join(pieces), schema, self._parameters) if marker else "")
         return marker
 
     @property

@@ -27,14 +27,21 @@ _KINDS = {
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _DEEPEST = 8
+_OF_PARTS = frozenset({"properties", "patternProperties", "additionalProperties", "items"})
+"""Keywords that belong to objects and arrays."""
 
 
-def is_text(schema: object) -> bool:
-    """Returns whether every value of a JSON schema is a string; so it is if the schema gives no type."""
-    return _types(schema) == {"string"}
+def is_text(schema: object, root: object = None) -> bool:
+    """Returns whether every value of a JSON schema is a string; so it is if the schema gives no type.
+
+    Args:
+        schema: the JSON schema.
+        root: the schema in which its references begin.
+    """
+    return _types(schema, root, {}) == {"string"}
 
 
-def as_json(text: str, schema: object) -> str:
+def as_json(text: str, schema: object, root: object = None) -> str:
     """Returns the JSON of a value.
 
     It is the first that fits of: null, a boolean, a number, an object or array, a string.
@@ -42,8 +49,9 @@ def as_json(text: str, schema: object) -> str:
     Args:
         text: the value as the model wrote it.
         schema: the JSON schema of the value; every type fits if it is no object.
+        root: the schema in which its references begin; every type fits what it does not have.
     """
-    types = _types(schema)
+    types = _types(schema, root, {})
     for kind, written in _readings(text.strip()):
         if types is None or kind in types or (kind == "integer" and "number" in types):
             return written
@@ -70,21 +78,46 @@ def _python_reading(text: str) -> Iterator[tuple[str, str]]:
         return
 
 
-def _types(schema: object, depth: int = 0) -> set[str] | None:
-    """Returns the names of the types that a JSON schema allows; `None` if it may be any."""
-    if not isinstance(schema, Mapping) or "$ref" in schema or depth == _DEEPEST:
+def _types(
+    schema: object, root: object, known: dict[str, set[str] | None], depth: int = 0
+) -> set[str] | None:
+    """Returns the names of the types that a JSON schema allows; `None` if it may be any.
+
+    Args:
+        schema: the schema.
+        root: the schema in which references begin.
+        known: reference -> what was found behind it; `None` while it is looked for, as in a schema that holds itself.
+        depth: how many schemas are around this one.
+    """
+    if not isinstance(schema, Mapping) or depth == _DEEPEST:
         return None
+    if "$ref" in schema:
+        reference = str(schema["$ref"])
+        if reference not in known:
+            known[reference] = None
+            known[reference] = _types(_target(reference, root), root, known, depth + 1)
+        return known[reference]
     named = schema.get("type")
     names = named if isinstance(named, list) else [named]
     types = {_OTHER_NAMES.get(name, name) for name in names if isinstance(name, str)}
     values = schema.get("enum")
+    values = [schema["const"]] if "const" in schema else values
     if not types and isinstance(values, list):
         types = {_KINDS.get(type(value), "string") for value in values}
-    for key in ("anyOf", "oneOf"):
+    for key in ("anyOf", "oneOf", "allOf"):
         options = schema.get(key)
         for option in options if isinstance(options, list) else []:
-            inner = _types(option, depth + 1)
+            inner = _types(option, root, known, depth + 1)
             if inner is None:
                 return None
             types |= inner
-    return types or {"string"}
+    return types or (None if _OF_PARTS & schema.keys() else {"string"})
+
+
+def _target(reference: str, root: object) -> object:
+    """Returns the schema that a reference such as "#/$defs/A" means; `None` if there is none."""
+    found = root if reference[:2] in ("#", "#/") else None
+    for name in reference[2:].split("/") if len(reference) > 2 else ():
+        name = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

@@ -1,6 +1,8 @@
 """Python literals that are read while they arrive, and written as JSON."""
 
+import json
 import re
+import sys
 from collections.abc import Callable
 
 from jaxkv.serve.parsers.json_text import escaped
@@ -24,6 +26,8 @@ _WORDS = {
     "null": "null",
 }
 _SAME = '\\"bfnrt'
+_OTHERS = {"'": "'", "\n": "", "a": "\\u0007", "v": "\\u000b"}
+_DIGITS_OF = {"x": 2, "u": 4, "U": 8}
 
 
 def as_json(text: str) -> str:
@@ -71,10 +75,15 @@ def read_literal(source: Source, emit: Emit, depth: int = 0) -> Steps[None]:
 
 
 def read_string(source: Source, emit: Emit) -> Steps[None]:
-    """Reads a string between single or double quotes; arguments as for `read_literal`."""
+    """Reads a string between single or double quotes, one or three of them; arguments as for `read_literal`."""
     quote = yield from source.one()
+    is_long = yield from source.literal(2 * quote)
+    source.skip_cut_off(2 * quote)
+    end = (3 if is_long else 1) * quote
     emit('"')
-    while (character := (yield from source.one())) != quote:
+    while not (yield from source.literal(end)):
+        source.skip_cut_off(end)
+        character = yield from source.one()
         if character == "\\":
             emit((yield from _read_escape(source)))
         else:
@@ -87,16 +96,14 @@ def _read_escape(source: Source) -> Steps[str]:
     character = yield from source.one()
     if character in _SAME:
         return f"\\{character}"
-    if character == "'":
-        return "'"
-    if character == "\n":
-        return ""
-    if character in "ux":
+    if character in _OTHERS:
+        return _OTHERS[character]
+    if character in _DIGITS_OF:
         digits = ""
-        for _ in range(4 if character == "u" else 2):
+        for _ in range(_DIGITS_OF[character]):
             digits += yield from source.one()
-        if _DIGITS.fullmatch(digits):
-            return f"\\u{digits:0>4}"
+        if _DIGITS.fullmatch(digits) and (code := int(digits, 16)) <= sys.maxunicode:
+            return json.dumps(chr(code))[1:-1] if character == "U" else f"\\u{digits:0>4}"
         return escaped(f"\\{character}{digits}")
     # Python keeps the backslash of an escape that it does not know.
     return escaped(f"\\{character}")

@@ -61,6 +61,7 @@ def read_reasoning(
     is_open: bool,
     tool_format: ToolFormat | None,
     calls: Calls,
+    removed: Collection[str] = (),
 ) -> Steps[None]:
     """Reads the reasoning, if the answer begins with it, and what ends it.
 
@@ -74,6 +75,7 @@ def read_reasoning(
         is_open: whether it has begun already; the marker may come nevertheless.
         tool_format: the format of tool calls; `None` if they are not read.
         calls: where calls go.
+        removed: texts of tokens that are no part of the reasoning.
     """
     spaces = yield from source.spaces()
     for begin in format.begins:
@@ -85,11 +87,13 @@ def read_reasoning(
             return
     answer.marker()
     begins = tool_format.begins if tool_format and format.ends_at_call else ()
-    markers = Markers((*format.ends, *begins))
+    markers = Markers((*format.ends, *begins, *removed))
     while marker := (yield from source.until(markers, answer.reasoning)):
         if marker in format.ends:
             answer.marker()
             return
+        if marker in removed:
+            continue
         if tool_format and (
             yield from read_calls(source, answer.reasoning, tool_format, calls, marker)
         ):

@@ -147,6 +147,17 @@ class Source:
                 return
             yield
 
+    def form(self, names: Markers, emit: Callable[[str], None]) -> Steps[None]:
+        """Reads structured output to the end, without the name of a token that ends it.
+
+        Args:
+            names: names of such tokens; elsewhere ordinary tokens spell them.
+            emit: gets the text, in pieces as it arrives.
+        """
+        while name := (yield from self.until(names, emit)):
+            if (yield from self.peek()):
+                emit(name)
+
     def rest(self, emit: Callable[[str], None]) -> Steps[None]:
         """Reads to the end."""
         while (yield from self.peek()):

@@ -232,7 +232,8 @@ def test_messages_reach_the_template_with_parts_joined_and_arguments_as_objects(
                             "id": "call_1",
                             "type": "function",
                             "function": {"name": "weather", "arguments": '{"city":"Bern"}'},
-                        }
+                        },
+                        {"id": "call_2", "function": {"name": "time", "arguments": ""}},
                     ],
                 },
                 {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
@@ -243,7 +244,7 @@ def test_messages_reach_the_template_with_parts_joined_and_arguments_as_objects(
             [call] = server.engine.calls.values()
             assert TOKENIZER.decode(call.ids) == (
                 '<|system|>be kind\n<|user|>a\nb\n<|assistant|>\nweather({"city": "Bern"})\n'
-                "<|tool|>sunny\n<|assistant|>hi"
+                "time({})\n<|tool|>sunny\n<|assistant|>hi"
             )
 
     asyncio.run(run())

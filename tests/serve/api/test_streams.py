@@ -1,6 +1,7 @@
 """Answers of `/v1/responses` and `/v1/messages`: valid by the published schemas, and equal to their own streams."""
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -166,3 +167,12 @@ def test_a_message_says_why_it_ended(events, reason, stop_string, wanted):
 def test_arguments_that_were_cut_are_kept_as_text():
     _, message = messaged(ANSWER[:6], "length")
     assert message["content"][-1]["input"] == {"partial_json": '{"a": "x'}
+
+
+@pytest.mark.parametrize(
+    "written", ['{"a": ' + "[" * 20_000, '{"a": "\\ud83d"}', '{"a": NaN}'], ids=len
+)
+def test_arguments_that_no_reply_can_hold_are_kept_as_text(written):
+    _, message = messaged([ToolCallBegin(0, "f"), ToolCallArguments(0, written)], "length")
+    assert message["content"][-1]["input"] == {"partial_json": written}
+    assert msgspec.json.encode(message)

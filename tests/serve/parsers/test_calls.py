@@ -138,6 +138,22 @@ def test_names_lose_the_prefix_and_number_of_their_format():
     assert hermes('{"name": "functions.get_time:0"}') == call(0, "get_time", "{}")
 
 
+@pytest.mark.parametrize("tools", ["qwen3_coder", "glm45"])
+def test_an_argument_has_the_type_that_its_reference_means(tools):
+    size, place = {"enum": ["1", "2"]}, {"type": "object"}
+    schema = {
+        "properties": {"size": {"$ref": "#/$defs/size"}, "at": {"allOf": [{"$ref": "#/$defs/at"}]}},
+        "$defs": {"size": size, "at": place},
+    }
+    text = {
+        "qwen3_coder": "<tool_call><function=f><parameter=size>1</parameter><parameter=at>{}</parameter></function>",
+        "glm45": "<tool_call>f<arg_key>size</arg_key><arg_value>1</arg_value>"
+        "<arg_key>at</arg_key><arg_value>{}</arg_value></tool_call>",
+    }[tools]
+    given = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert arguments(parsed(opened(tools, request_tools=given), text)) == [{"size": "1", "at": {}}]
+
+
 def test_flat_tools_have_types_too():
     tools = [
         {"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "number"}}}}
@@ -174,6 +190,31 @@ def test_a_section_without_a_call_is_content(text):
     assert parsed(opened("deepseek_v3"), text) == [Content(text)]
 
 
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ('"""a\n"b" c"""', 'a\n"b" c'),
+        ("'''it''s\\n'''", "it''s\n"),
+        ('"""a\\"""b"""', 'a"""b'),
+        ('""""""', ""),
+        ("''", ""),
+        (r"'\U0001F600\a\v'", "\U0001f600\a\v"),
+        (r"'\U00110000'", r"\U00110000"),
+        (r"'\U0000D83D'", "\ud83d"),
+    ],
+)
+def test_strings_of_python_are_read_in_all_pieces(literal, value):
+    text = f"[get_weather(city={literal}, days=2), get_time()]"
+    whole = parsed(opened("llama4_pythonic"), text)
+    assert arguments(whole) == [{"city": value, "days": 2}, {}]
+    assert parsed(opened("llama4_pythonic"), *text) == whole
+    written = "".join(event.text for event in whole if isinstance(event, ToolCallArguments))
+    for length in range(len("[get_weather("), len(text)):
+        cut = parsed(opened("llama4_pythonic"), *text[:length])
+        parts = [event.text for event in cut if isinstance(event, ToolCallArguments)]
+        assert written.startswith("".join(parts))
+
+
 def test_python_expressions_are_passed_on_as_they_are():
     events = parsed(opened("llama4_pythonic"), "[get_time(a=1 + 2, b=3)]")
     assert events == [ToolCallBegin(0, "get_time"), ToolCallArguments(0, '{"a": 1+ 2, b=3)]')]
@@ -202,6 +243,28 @@ def test_special_tokens_are_no_text_unless_they_belong_to_a_format():
     ]
     # Where no marker is special, the tokenizer has removed the tokens; what looks like one is text.
     assert parsed(opened("hermes", special=special[2:]), "A<|im_end|>") == [Content("A<|im_end|>")]
+
+
+@pytest.mark.parametrize("reasoning", [None, "hunyuan_a13b"])
+def test_names_of_special_tokens_inside_structured_output_are_text(reasoning):
+    special = ("<tool_call>", "<|im_end|>", "<answer>")
+    form = '{"a": "<|im_end|><answer><tool_call>"}'
+    thought = "<think>Why<|im_end|>?</think>" if reasoning else ""
+    for choice in ("auto", "get_time"):
+        wanted = [Content(form)] if choice == "auto" else call(0, "get_time", form)
+        for end in ("", "<|im_end|>"):
+            parser = opened("hermes", reasoning, special=special, tool_choice=choice, has_form=True)
+            events = parsed(parser, *thought, *form, *end)
+            assert events == [*[Reasoning("Why?")][: len(thought)], *wanted]
+
+
+@pytest.mark.parametrize("end", ["", "<|return|>", "<|endoftext|>"])
+def test_names_of_special_tokens_inside_structured_output_of_harmony_are_text(end):
+    special = ("<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|endoftext|>")
+    form = '{"a": "<|endoftext|><|end|>"}'
+    text = f"<|channel|>analysis<|message|>Why<|endoftext|>?<|end|><|channel|>final<|message|>{form}{end}"
+    parser = opened("openai", "openai_gptoss", special=special, has_form=True)
+    assert parsed(parser, *text) == [Reasoning("Why?"), Content(form)]
 
 
 def test_a_harmony_answer_in_another_form_is_content():

@@ -48,6 +48,15 @@ def test_arguments_that_look_like_the_beginning_of_a_call_are_arguments(written)
     assert events == call(0, "get_time", written)
 
 
+def test_arguments_of_a_grammar_may_look_like_a_call_with_its_name():
+    tools = [*TOOLS, function("register", {"type": "object"})]
+    written = f'{{"name": "get_weather", "parameters": {PARIS}}}'
+    options = {"request_tools": tools, "tool_choice": "register"}
+    events = parsed(opened("hermes", has_form=True, **options), written)
+    assert events == call(0, "register", written)
+    assert parsed(opened("hermes", **options), written) == call(0, "get_weather", PARIS)
+
+
 def test_a_demanded_call_in_python_is_read():
     text = '[get_weather(city="Paris")]'
     for choice in ("required", NAMED):
