@@ -86,7 +86,7 @@ from jaxkv.programs.jax_cache import enable_compile_cache
 from jaxkv.programs.manifest import Programs
 from jaxkv.replicas.devices import replica_count
 from jaxkv.replicas.front import ReplicatedLLM
-from jaxkv.rollout import Rollout, column_count, rollout_of
+from jaxkv.rollout import Rollout, column_count, rollout_of, rollout_sampling
 from jaxkv.runner.adapter_stacks import AdapterStacks, stack_bytes
 from jaxkv.runner.hosts import Follower, meet, refuse_on_hosts
 from jaxkv.runner.model_runner import ModelRunner
@@ -1067,10 +1067,7 @@ class LLM:
         listed = as_prompts(prompts)
         if not listed:
             raise ValueError("a rollout needs at least one prompt, got none")
-        chosen = [
-            one if one.logprobs is not None else replace(one, logprobs=0)
-            for one in one_each(sampling, len(listed))
-        ]
+        chosen = rollout_sampling(sampling, len(listed))
         limits = [one.max_tokens for one in chosen if one.max_tokens is not None]
         if len(limits) == len(chosen):
             output_width = column_count("output", limits, output_width)

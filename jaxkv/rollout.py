@@ -11,15 +11,18 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float, Int
 
 from jaxkv.config.checks import as_int
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.engine.lora.loaded_adapter import AdapterVersion
 from jaxkv.engine.request import RequestOutput, SampleOutput
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.step.loop import ERROR, LENGTH, STOP
+from jaxkv.text.prompts import one_each
 
 NO_EXPERT = np.iinfo(np.int16).max
 """Padding of `Rollout.routed_experts`: past every expert."""
 
 _REASONS = {"stop": STOP, "length": LENGTH}
+_FOR_ALL_OR_NONE = "prompt_logprobs must be given for all prompts of a rollout or for none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,20 @@ class Rollout:
         return replace(self, **moved)
 
 
+def rollout_sampling(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, prompts: int
+) -> list[SamplingParams]:
+    """Returns the sampling of each prompt of a rollout, with log-probabilities.
+
+    Raises:
+        ValueError: as for `one_each`, or some prompts have `prompt_logprobs` and others not.
+    """
+    chosen = one_each(sampling, prompts)
+    if len({one.prompt_logprobs is None for one in chosen}) > 1:
+        raise ValueError(_FOR_ALL_OR_NONE)
+    return [one if one.logprobs is not None else replace(one, logprobs=0) for one in chosen]
+
+
 def rollout_of(
     outputs: Sequence[RequestOutput],
     *,
@@ -108,7 +125,7 @@ def rollout_of(
     width = column_count("output", list(map(len, tokens)), output_width)
     prompt_mask = _lens(prompts)[:, None] >= np.arange(starts, 0, -1)
     output_mask = _lens(tokens)[:, None] > np.arange(width)
-    given = outputs[0].prompt_logprobs is not None
+    given = any(one.prompt_logprobs is not None for one in outputs)
     return Rollout(
         prompt_ids=_padded(prompts, prompt_mask, np.int32, pad_id),
         prompt_mask=prompt_mask,
@@ -167,7 +184,7 @@ def _logprobs(sample: SampleOutput) -> list[float]:
 
 def _prompt_logprobs(output: RequestOutput) -> list[float]:
     if output.prompt_logprobs is None:
-        raise ValueError("prompt_logprobs must be given for all prompts of a rollout or for none")
+        raise ValueError(_FOR_ALL_OR_NONE)
     columns = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
     return [0.0 if table is None else table[token] for token, table in columns]
 

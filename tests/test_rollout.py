@@ -207,6 +207,10 @@ def test_a_sample_that_fails_alone_fails_no_concurrent_rollout(llm, monkeypatch)
         ({"prompt_width": 8}, "one prompt has, or may get, 9 tokens"),
         ({"output_width": 11}, "one output has, or may get, 12 tokens"),
         ({"logprob_mode": "raw"}, "logprobs_mode"),
+        (
+            {"sampling": [SAMPLING, replace(SAMPLING, prompt_logprobs=0)]},
+            "prompt_logprobs must be given for all prompts",
+        ),
     ],
     ids=lambda value: None,
 )

@@ -44,7 +44,7 @@ from jaxkv.replicas.group import FULL, Job, ReplicaGroup, as_prompt
 from jaxkv.replicas.prefix_files import found_files, new_files, texts_of
 from jaxkv.replicas.replica import Replica
 from jaxkv.replicas.totals import total
-from jaxkv.rollout import Rollout, column_count, rollout_of
+from jaxkv.rollout import Rollout, column_count, rollout_of, rollout_sampling
 from jaxkv.runner.weight_version import WeightVersion
 from jaxkv.sampling.processors import LogitsProcessor
 from jaxkv.text.chat_template import ChatOptions
@@ -258,10 +258,7 @@ class ReplicatedLLM:
         listed = as_prompts(prompts)
         if not listed:
             raise ValueError("a rollout needs at least one prompt, got none")
-        chosen = [
-            one if one.logprobs is not None else replace(one, logprobs=0)
-            for one in one_each(sampling, len(listed))
-        ]
+        chosen = rollout_sampling(sampling, len(listed))
         limits = [one.max_tokens for one in chosen if one.max_tokens is not None]
         if len(limits) == len(chosen):
             output_width = column_count("output", limits, output_width)

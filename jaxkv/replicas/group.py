@@ -22,6 +22,9 @@ _LOG = logging.getLogger(__name__)
 FULL = 2
 """A replica gets no further prompt of a batch while it has so many times the sequences that it runs at once."""
 
+_PLAIN = None, None
+"""`Job.scope` of a prompt without salt and adapter."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -209,9 +212,9 @@ class ReplicaGroup:
         return results[made[0]].result()
 
     def note(self, replica: Replica, ids: Sequence[int]) -> None:
-        """Records that a replica holds a prefix that came from a file."""
+        """Records that a replica holds a prefix that came from a file, which has none of a salt or an adapter."""
         with self._lock:
-            self._router.note(self.replicas.index(replica), ids)
+            self._router.note(self.replicas.index(replica), ids, _PLAIN)
 
     def forget(self) -> None:
         """Forgets what all replicas hold, since their caches were emptied."""

@@ -6,11 +6,13 @@ from concurrent.futures import Future
 
 import pytest
 
+from jaxkv.config.sampling import SamplingParams
 from jaxkv.errors import ReplicaLost
 from jaxkv.replicas import group as module
-from jaxkv.replicas.group import ReplicaGroup
+from jaxkv.replicas.group import Job, ReplicaGroup
 from jaxkv.replicas.messages import Facts
 from jaxkv.replicas.replica import Replica
+from jaxkv.text.prompts import TokenizedPrompt
 
 FACTS = Facts(
     eos_ids=(0,),
@@ -139,3 +141,11 @@ def test_without_a_replica_every_call_says_which_one_was_last(make):
     group.close()
     with pytest.raises(ReplicaLost, match="replica 2 of 3 was closed"):
         group.all("stats")
+
+
+def test_a_prompt_goes_to_the_replica_that_has_loaded_its_prefix_from_a_file(make):
+    group, ids = make(), tuple(range(64))
+    group.note(group.replicas[2], ids)
+    job = Job(prompt=TokenizedPrompt(ids), sampling=SamplingParams(seed=0))
+    group.begin("generate", job)
+    assert [replica.calls for replica in group.replicas] == [[], [], ["generate"]]

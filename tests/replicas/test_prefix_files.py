@@ -1,5 +1,8 @@
 """The files of several replicas are found again by the path that was given."""
 
+import itertools
+import os
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -18,6 +21,15 @@ def test_files_of_replicas_are_found_in_order(tmp_path):
 def test_a_file_of_one_llm_is_taken_as_it_is(tmp_path):
     (tmp_path / "one").touch()
     assert found_files(tmp_path / "one") == [tmp_path / "one"]
+
+
+def test_files_that_another_number_of_replicas_saved_later_come_before_older_ones(tmp_path):
+    path, ages = tmp_path / "x.st", itertools.count()
+    for files in (new_files(path, 3), [path], new_files(path, 2), [path]):
+        for file in files:
+            file.touch()
+            os.utime(file, ns=(0, next(ages)))
+        assert found_files(path) == files
 
 
 def test_what_is_missing_is_named(tmp_path):
