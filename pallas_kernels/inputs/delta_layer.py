@@ -37,6 +37,11 @@ class DeltaShape:
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
+    def decays(self) -> int:
+        """Decays of a token."""
+        return self.heads * self.decays_per_head
+
+    @property
     def state_numbers(self) -> int:
         """Elements of the state of all heads."""
         return self.heads * self.key_dim * self.value_dim
@@ -44,8 +49,7 @@ class DeltaShape:
     @property
     def token_numbers(self) -> int:
         """Elements of a token's inputs and outputs."""
-        gates = self.heads * (1 + self.decays_per_head)
-        return self.columns + gates + self.heads * self.value_dim
+        return self.columns + self.decays + self.heads + self.heads * self.value_dim
 
     def arrays(
         self,
@@ -68,13 +72,13 @@ class DeltaShape:
             stored: dtype of the pool.
         """
         weights, shape = layer(rng, self.heads), (self.heads, self.key_dim, self.value_dim)
-        gates, decays = (rows.tokens, self.heads), self.heads * self.decays_per_head
-        biases = weights if decays == self.heads else layer(rng, decays)
+        gates = (rows.tokens, self.heads)
+        biases = weights if self.decays == self.heads else layer(rng, self.decays)
         return {
             "a_log": weights["a_log"],
             "dt_bias": biases["dt_bias"],
             "states": nan_filled_pool(rng, read_states, num_states, shape, stored, _STATE_SCALE),
             "qkv": rows.nan_filled(activated(rng, (rows.tokens, self.columns), dtype)),
-            "a": rows.nan_filled(normal(rng, (rows.tokens, decays), dtype)),
+            "a": rows.nan_filled(normal(rng, (rows.tokens, self.decays), dtype)),
             "b": rows.nan_filled(normal(rng, gates, dtype)),
         }

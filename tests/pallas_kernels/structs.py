@@ -207,10 +207,12 @@ def _delta(case, dtype, rows, tables, num_states):
     sizes, tokens = case.shape, rows.tokens
     states = (num_states, sizes.heads, sizes.key_dim, sizes.value_dim)
     return {
-        **{name: floats(sizes.heads) for name in ("a_log", "dt_bias")},
+        "a_log": floats(sizes.heads),
+        "dt_bias": floats(sizes.decays),
         "states": struct(case.state_dtype or dtype, *states),
         "qkv": struct(dtype, tokens, sizes.columns),
-        **{name: struct(dtype, tokens, sizes.heads) for name in ("a", "b")},
+        "a": struct(dtype, tokens, sizes.decays),
+        "b": struct(dtype, tokens, sizes.heads),
         **tables,
     }
 
