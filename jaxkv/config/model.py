@@ -292,7 +292,7 @@ class ModelConfig:
             raise ValueError("queries and keys have at most one norm, got several")
         parts = {
             "mamba2": self.mamba,
-            "delta": self.delta,
+            "delta": self.delta and self.delta.gate_rank is None,
             "kimi_delta": self.delta and self.delta.gate_rank,
             "mamba1": self.mamba1,
             "short_conv": self.short_conv,
@@ -305,8 +305,10 @@ class ModelConfig:
             "sparse_latent": self.latent and self.latent.index,
         }
         for block, part in parts.items():
-            if part is None and block in self.blocks:
-                raise ValueError(f"the pattern has {block} blocks, but their sizes are missing")
+            if not part and block in self.blocks:
+                raise ValueError(
+                    f"the pattern has {block} blocks, but their sizes are missing, or those of a block like it"
+                )
 
     def _check_key_owners(self) -> None:
         """Raises `ValueError` unless each layer takes the keys of one that has them, by a block that does so."""

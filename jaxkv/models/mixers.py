@@ -1,6 +1,5 @@
 """Blocks with a cache: attention, Mamba, Mamba-2 and gated delta mixers, gated short convolutions."""
 
-from collections.abc import Callable
 from functools import partial
 
 from jaxkv.cache.spec import PagedSpec, StateSpec
@@ -11,7 +10,7 @@ from jaxkv.cache.variants import short_conv as short_conv_spec
 from jaxkv.config.blocks import DeltaConfig
 from jaxkv.config.model import ModelConfig
 from jaxkv.layers.attention import AttentionSizes, attention, attention_to_earlier_keys
-from jaxkv.layers.delta import gated_delta_mixer, kimi_delta_mixer
+from jaxkv.layers.delta import gated_delta_mixer
 from jaxkv.layers.linear import Normed, scaled
 from jaxkv.layers.mamba import mamba2_mixer
 from jaxkv.layers.mamba1 import mamba1_mixer
@@ -309,8 +308,8 @@ def _delta_spec(config: ModelConfig, layer: int, page_size: int, dtype: str) -> 
     )
 
 
-def _run_delta(inputs: BlockInputs, *, mixer: Callable[..., BlockOutput]) -> BlockOutput:
-    return mixer(
+def _run_delta(inputs: BlockInputs) -> BlockOutput:
+    return gated_delta_mixer(
         inputs.params,
         inputs.cache,
         inputs.x,
@@ -368,14 +367,6 @@ KV_SHARED_GLOBAL_ATTENTION = Block(
 )
 MAMBA1 = Block(_mamba1_leaves, _run_mamba1, "state", _mamba1_spec)
 MAMBA2 = Block(_mamba_leaves, _run_mamba, "state", _mamba_spec)
-DELTA = Block(
-    _delta_leaves, partial(_run_delta, mixer=gated_delta_mixer), "state", _delta_spec, joins=True
-)
-KIMI_DELTA = Block(
-    _kimi_delta_leaves,
-    partial(_run_delta, mixer=kimi_delta_mixer),
-    "state",
-    _delta_spec,
-    joins=True,
-)
+DELTA = Block(_delta_leaves, _run_delta, "state", _delta_spec, joins=True)
+KIMI_DELTA = Block(_kimi_delta_leaves, _run_delta, "state", _delta_spec, joins=True)
 SHORT_CONV = Block(_short_conv_leaves, _run_short_conv, "state", _short_conv_spec)

@@ -45,7 +45,7 @@ CONFIG = ModelConfig(
     latent=replace(LATENT, index=IndexConfig(heads=16, head_dim=12, topk=16)),
     mamba=MambaConfig(heads=4, head_dim=8, d_state=8, d_conv=4, groups=2, chunk_size=4),
     mamba1=Mamba1Config(channels=32, d_state=8, dt_rank=4, d_conv=4, bias=True),
-    delta=DeltaConfig(key_heads=4, value_heads=4, key_dim=8, value_dim=8, d_conv=4, gate_rank=12),
+    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, d_conv=4),
     short_conv=ShortConvConfig(channels=32, d_conv=3),
     transformer=TransformerConfig(adapter_rank=4),
     global_attention=GlobalAttentionConfig(kv_heads=2, head_dim=24),
@@ -61,9 +61,16 @@ BOTH = {
 """Blocks whose plain weights are multiplied by `skinny_matmul` too."""
 
 
+def config_of(block):
+    """Returns the config of a model with a block; those of the delta rule have sizes of their own."""
+    if block != "kimi_delta":
+        return CONFIG
+    return replace(CONFIG, delta=replace(CONFIG.delta, key_heads=4, gate_rank=12))
+
+
 def projections(block):
     """Returns the names of a block's projections, which may be in few bits."""
-    return {name for name, leaf in BLOCKS[block].leaves(CONFIG).items() if leaf.adapts}
+    return {name for name, leaf in BLOCKS[block].leaves(config_of(block)).items() if leaf.adapts}
 
 
 BLOCKS_WITH_PROJECTIONS = [block for block in BLOCKS if projections(block)]
@@ -89,7 +96,7 @@ def trace(block, family, step, names=(), **sizes):
     first, owners = ("short_conv", ()) if own == block else (own, (0, 0))
     pattern = ((first,), (block,))
     rope = RopeConfig(rotary_dim=rotary)
-    config = replace(CONFIG, rope=rope, pattern=pattern, key_owners=owners, **sizes)
+    config = replace(config_of(block), rope=rope, pattern=pattern, key_owners=owners, **sizes)
     decoder = Decoder(config, implementation=family)
     params = decoder.param_shapes("bfloat16")
     plain, layer = params["layers"]

@@ -201,6 +201,9 @@ def test_the_rule_of_kimi_delta_attention_is_xlas_alone_and_counted(gate_rank):
     pattern = ((block, "gated"), ("attention", "gated"), (block, "gated"))
     plain = decoder(128)
     model = replace(plain, config=replace(plain.config, delta=delta, pattern=pattern))
+    other = "kimi_delta" if gate_rank is None else "delta"
+    with pytest.raises(ValueError, match=f"the pattern has {other} blocks, but their sizes are"):
+        replace(model.config, pattern=((other, "gated"),) * LAYERS)
     assert chosen(model) == Choice("mosaic_gpu")
     keys = [(op, "mosaic_gpu", CHANNEL_DECAYS) for op in ("delta_update", "delta_scan")]
     before = [dispatch.fallbacks().get(key, 0) for key in keys]
