@@ -119,15 +119,21 @@ def _read_int8(
     name: str, module: str, tensors: Mapping[str, StoredTensor]
 ) -> tuple[QuantisedTensor, tuple[str, ...]]:
     codes, largest = tensors[name], tensors[f"{module}.SCB"]
-    check(codes, (codes.shape[:2],), ("I8",))
+    if len(codes.shape) != 2:
+        raise BadCheckpoint(
+            f"{codes.path}: {clip(repr(name))} of 8 bits has shape {list(codes.shape)}, wanted two axes"
+        )
+    check(codes, (codes.shape,), ("I8",))
     rows, columns = codes.shape
     check(largest, ((rows,),), ("F32",))
     layout = tensors.get(f"{module}.weight_format")
-    if layout is not None and bytes_of(layout, 0, layout.nbytes).any():
-        raise BadCheckpoint(
-            f"{layout.path}: {clip(repr(layout.name))} is not 0, so the rows of {clip(repr(name))} are not one after "
-            "another; save the model again with a newer bitsandbytes"
-        )
+    if layout is not None:
+        check(layout, ((), (1,)), ("U8",))
+        if bytes_of(layout, 0, 1).any():
+            raise BadCheckpoint(
+                f"{layout.path}: {clip(repr(layout.name))} is not 0, so the rows of {clip(repr(name))} are not one "
+                "after another; save the model again with a newer bitsandbytes"
+            )
     made = QuantisedTensor(
         name, (rows, columns), "int8", _Int8((codes, largest)), np.zeros(columns, int)
     )

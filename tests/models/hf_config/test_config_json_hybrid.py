@@ -537,6 +537,12 @@ def test_the_weight_rules_cover_exactly_the_parameters(family):
         ("kimi-linear", {"linear_attn_config": [1]}),
         ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1]}}),
         ("kimi-linear", {"linear_attn_config": {"full_attn_layers": [4]}}),
+        # Numbers as texts name no layer.
+        (
+            "kimi-linear",
+            {"linear_attn_config": {"full_attn_layers": ["2", 4], "kda_layers": [1, 3]}},
+        ),
+        ("kimi-linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}),
         ("kimi-linear", {"mla_use_nope": False}),
         ("kimi-linear", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}),
         ("kimi-linear", {"moe_layer_freq": 2}),

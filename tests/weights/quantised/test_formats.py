@@ -237,6 +237,11 @@ MODELOPT, NVFP4, MXFP4 = FILES["nvfp4-modelopt"], FILES["nvfp4"], FILES["mxfp4"]
         (changed(BNB_INT8, "a.SCB", lambda a: a[1:]), r"'a.SCB' is F32 \[8\]"),
         (changed(BNB_INT8, "a.SCB", lambda a: with_one(a, np.inf, 3)), "holds a NaN"),
         (changed(BNB_INT8, "a.weight", lambda a: a.view(np.uint8)), "is U8"),
+        (changed(BNB_INT8, "a.weight", lambda a: a[0]), "of 8 bits has shape .* two axes"),
+        (
+            changed(BNB_INT8, "a.weight_format", lambda a: np.zeros(9, np.uint8)),
+            r"U8 \[9\], wanted",
+        ),
         (changed(BNB_INT8, "a.weight_format", lambda a: a + 1), "'a.weight_format' is not 0"),
     ],
 )

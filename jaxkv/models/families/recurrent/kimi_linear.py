@@ -40,6 +40,9 @@ _NAMES = {
     "num_shared_experts": "n_shared_experts",
 }
 
+_LINEAR = {"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"}
+"""Keys of `linear_attn_config`."""
+
 # What Transformers takes for keys that are not in the file, where it differs from DeepSeek-V3.
 _DEFAULTS = {
     "moe_intermediate_size": 1024,
@@ -64,7 +67,11 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         raise UnknownConfig(
             f"config.json: linear_attn_config must be an object, got {shown(linear)}"
         )
-    linear = linear or {}
+    linear = {key: value for key, value in (linear or {}).items() if value is not None}
+    if strange := sorted(linear.keys() - _LINEAR):
+        raise UnknownConfig(
+            f"config.json: linear_attn_config sets {strange[0]} = {shown(linear[strange[0]])}, which is not supported"
+        )
     sizes = ConfigJson(linear)
     head_dim = sizes.take_int("head_dim", keys.take_int("linear_head_dim", 128))
     heads = sizes.take_int("num_heads", keys.take_int("linear_num_heads", 32))
@@ -121,7 +128,8 @@ def _kinds(keys: ConfigJson, linear: Mapping[str, object], num_layers: int) -> o
             "config.json: linear_attn_config must list full_attn_layers and kda_layers, got "
             f"{shown(full)} and {shown(delta)}"
         )
-    if sorted(map(str, (*full, *delta))) != sorted(map(str, range(1, num_layers + 1))):
+    named = [number for number in (*full, *delta) if type(number) is int]
+    if sorted(named) != [*range(1, num_layers + 1)] or len(named) != len(full) + len(delta):
         raise UnknownConfig(
             f"config.json: linear_attn_config must name each of the layers 1 to {num_layers} once, got "
             f"full_attn_layers = {shown(full)} and kda_layers = {shown(delta)}"
